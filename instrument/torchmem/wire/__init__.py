@@ -1,0 +1,1 @@
+"""What crosses from a training process to the sidecar; torch-free."""
