@@ -1,0 +1,1 @@
+"""What counts. Engines only count; labelers only classify."""

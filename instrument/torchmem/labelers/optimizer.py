@@ -1,0 +1,125 @@
+"""Optimizers: what the step keeps is optimizer state, what it frees again is temporary; the step ends the step.
+
+Works with any optimizer, passed in or not, through torch's global optimizer hooks. State is walked only when it has
+grown or been replaced, so a settled optimizer costs two hooks a step.
+
+Invariants: an exception inside ``optimizer.step()`` (torch then calls no post hook) leaves a label behind that the
+next forward takes away; an optimizer whose closure runs the model (LBFGS) keeps its label.
+
+Limits: state tensors that an optimizer replaces one by one, its dict staying the same, are labelled as its scratch.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from torchmem.labelers.hooks import HookSet
+from torchmem.labelers.owners import OwnerTable, storages, tensors_in
+from torchmem.model import OUTSIDE_OWNER, RefType
+
+
+class OptimizerLabeler:
+    """Labels gradients before, and optimizer state after, each optimizer step.
+
+    Args:
+        native: the loaded engine.
+        owners: the table of owners.
+        optimizer: the one whose step ends a step; None for the first that steps.
+        on_step: called after that optimizer has stepped.
+    """
+
+    name = "optimizer"
+
+    def __init__(
+        self, native: Any, owners: OwnerTable, optimizer: Optimizer | None, on_step: Callable[[], None]
+    ) -> None:
+        self.hooks = HookSet(self.name)
+        self._native = native
+        self._owners = owners
+        self._anchor = None if optimizer is None else weakref.ref(optimizer)
+        self._on_step = on_step
+        self._open: list[int] = []
+        self._seen: weakref.WeakKeyDictionary[Optimizer, tuple[int, int]] = weakref.WeakKeyDictionary()
+        self._gradients: Any = None
+
+    def attach(self) -> None:
+        """Books the state that exists and puts the hooks on."""
+        plain = [p for p in self._owners.model.parameters() if not is_traceable_wrapper_subclass(p)]
+        self._gradients = self._native.make_group([(p._cdata, self._owners.of_parameter(p)) for p in plain])  # noqa: SLF001  # the address of the TensorImpl
+        optimizer = self._anchor and self._anchor()
+        if optimizer is not None:
+            self._label_state(optimizer)
+        self.hooks.add(register_optimizer_step_pre_hook(self.hooks.guarded(self._before_step)))
+        self.hooks.add(register_optimizer_step_post_hook(self.hooks.guarded(self._after_step)))
+
+    def detach(self) -> None:
+        """Takes the hooks off and gives the state's storages their own deleters back."""
+        self.hooks.close()
+        for optimizer in self._seen:
+            for tensor in tensors_in(list(optimizer.state.values())):
+                for storage in storages(tensor):
+                    self._native.disown(storage._cdata)  # noqa: SLF001  # the address of the StorageImpl
+
+    def before_forward(self) -> None:
+        """Takes away the label of a step that ended in an exception."""
+        if self._open:
+            self._cut_to(_num_running_steps())
+
+    def label_gradients(self) -> None:
+        """Labels the gradients of plain parameters; those of sharded ones are their labeler's."""
+        self._gradients.relabel_gradients(RefType.GRADIENT)
+
+    def _cut_to(self, num_open: int) -> None:
+        while len(self._open) > num_open:
+            self._native.cut_stack(self._open.pop())
+
+    def _before_step(self, _optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        if self._open:
+            self._cut_to(_num_running_steps() - 1)  # this one runs too
+        self.label_gradients()
+        self._open.append(self._native.push_label(OUTSIDE_OWNER, RefType.TEMPORARY))
+
+    def _after_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        self._cut_to(len(self._open) - 1)
+        self._label_state(optimizer)
+        if self._anchor is None and self._trains_model(optimizer):
+            self._anchor = weakref.ref(optimizer)
+        if self._anchor is not None and self._anchor() is optimizer:
+            self._on_step()
+
+    def _trains_model(self, optimizer: Optimizer) -> bool:
+        parameters = (p for group in optimizer.param_groups for p in group["params"])
+        return any(self._owners.of_parameter(p) != OUTSIDE_OWNER for p in parameters)
+
+    def _label_state(self, optimizer: Optimizer) -> None:
+        state = optimizer.state
+        now = (id(state), len(state))  # loading a state dict makes a new one
+        if self._seen.get(optimizer) == now:
+            return
+        self._seen[optimizer] = now
+        for parameter, values in state.items():
+            owner = self._owners.of_parameter(parameter)
+            for tensor in tensors_in(values):
+                for storage in storages(tensor):
+                    self._native.adopt(storage._cdata, owner, RefType.OPTIMIZER_STATE)  # noqa: SLF001  # as above
+
+
+_STEP_FILE = Optimizer.profile_hook_step.__code__.co_filename
+
+
+def _num_running_steps() -> int:
+    """Calls of ``Optimizer.step`` on this thread's stack, found by the wrapper that torch puts around every one."""
+    count = 0
+    frame: Any = sys._getframe(1)  # noqa: SLF001  # the only way to ask
+    while frame is not None:
+        code = frame.f_code
+        count += code.co_name == "wrapper" and code.co_filename == _STEP_FILE
+        frame = frame.f_back
+    return count

@@ -1,0 +1,403 @@
+// What Python sees of the tap: functions on the process's one ledger, the module hook, and groups of owned tensors.
+//
+// Called with the GIL held. No Python object is made under the ledger's lock: making one may collect garbage, which may
+// free a tensor, which takes the lock. Books cross as packed rows (owner u32, reftype u32, bytes i64; little-endian), the same
+// bytes that a record carries, so that publishing makes no Python object per cell.
+#include <Python.h>
+
+#include <torch/version.h>
+
+#include <new>
+
+#include "tap.h"
+#include "test_ledger.h"
+
+namespace torchmem {
+
+namespace {
+
+static_assert(sizeof(CellRow) == 16, "rows are copied as they lie");
+
+bool as_unsigned(PyObject* object, uint64_t* value) {
+  *value = PyLong_AsUnsignedLongLong(object);
+  return !(*value == UINT64_MAX && PyErr_Occurred());
+}
+
+bool arguments(PyObject* const* args, Py_ssize_t given, std::initializer_list<uint64_t*> wanted) {
+  if (given != static_cast<Py_ssize_t>(wanted.size())) {
+    PyErr_Format(PyExc_TypeError, "expected %zu arguments, got %zd", wanted.size(), given);
+    return false;
+  }
+  for (uint64_t* value : wanted) {
+    if (!as_unsigned(*args++, value)) return false;
+  }
+  return true;
+}
+
+uint32_t num_owners() {
+  LockedLedger ledger;
+  return ledger->num_owners();
+}
+
+bool valid_cell(uint64_t owner, uint64_t reftype) {
+  if (owner < num_owners() && reftype < kNumReftypes) return true;
+  PyErr_Format(PyExc_ValueError, "no owner %llu or no reftype %llu", owner, reftype);
+  return false;
+}
+
+PyObject* as_bytes(const void* data, size_t num_bytes) {
+  return PyBytes_FromStringAndSize(static_cast<const char*>(data), static_cast<Py_ssize_t>(num_bytes));
+}
+
+PyObject* rows(const std::vector<CellRow>& cells) { return as_bytes(cells.data(), cells.size() * sizeof(CellRow)); }
+
+// ---- hook: enters or leaves a module; called by torch as a forward (pre-)hook
+
+struct Hook {
+  PyObject_HEAD
+  vectorcallfunc call;
+  uint32_t owner;
+  bool enters;
+};
+
+PyObject* hook_call(PyObject* self, PyObject* const*, size_t, PyObject*) {
+  const Hook* hook = reinterpret_cast<Hook*>(self);
+  hook->enters ? enter_module(hook->owner) : leave_module(hook->owner);
+  Py_RETURN_NONE;
+}
+
+// A copied model's hooks go on booking for the same module.
+PyObject* hook_deepcopy(PyObject* self, PyObject*) { return Py_NewRef(self); }
+
+// A pickled model must load where torchmem is not installed: there the hook is functools.partial(sys.audit, ...),
+// which accepts any arguments and does nothing.
+PyObject* hook_reduce(PyObject*, PyObject*) {
+  PyObject* functools = PyImport_ImportModule("functools");
+  PyObject* partial = functools ? PyObject_GetAttrString(functools, "partial") : nullptr;
+  PyObject* audit = PySys_GetObject("audit");
+  PyObject* reduced = partial && audit ? Py_BuildValue("O(Os)", partial, audit, "torchmem.unpickled_hook") : nullptr;
+  Py_XDECREF(functools);
+  Py_XDECREF(partial);
+  return reduced;
+}
+
+PyMethodDef hook_methods[] = {{"__deepcopy__", hook_deepcopy, METH_O, nullptr},
+                              {"__reduce__", hook_reduce, METH_NOARGS, nullptr},
+                              {nullptr, nullptr, 0, nullptr}};
+
+PyTypeObject hook_type = {PyVarObject_HEAD_INIT(nullptr, 0)};
+
+PyObject* make_hook(PyObject*, PyObject* const* args, Py_ssize_t given) {
+  uint64_t owner, enters;
+  if (!arguments(args, given, {&owner, &enters}) || !valid_cell(owner, 0)) return nullptr;
+  Hook* hook = PyObject_New(Hook, &hook_type);
+  if (hook == nullptr) return nullptr;
+  hook->call = hook_call;
+  hook->owner = static_cast<uint32_t>(owner);
+  hook->enters = enters != 0;
+  return reinterpret_cast<PyObject*>(hook);
+}
+
+// ---- owned tensors: a group whose storages, or whose gradients', are relabelled in one call
+
+struct TensorGroup {
+  PyObject_HEAD
+  OwnedTensors tensors;
+};
+
+PyTypeObject group_type = {PyVarObject_HEAD_INIT(nullptr, 0)};
+
+void group_dealloc(PyObject* self) {
+  reinterpret_cast<TensorGroup*>(self)->tensors.~OwnedTensors();
+  PyObject_Free(self);
+}
+
+// TensorGroup of [(address of a TensorImpl, owner), ...]; holds weak references.
+PyObject* make_group(PyObject*, PyObject* list) {
+  OwnedTensors tensors;
+  PyObject* items = PySequence_Fast(list, "expected a sequence of (tensor address, owner)");
+  if (items == nullptr) return nullptr;
+  for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(items); ++i) {
+    unsigned long long address;
+    unsigned int owner;
+    if (!PyArg_ParseTuple(PySequence_Fast_GET_ITEM(items, i), "KI", &address, &owner) || !valid_cell(owner, 0)) {
+      Py_DECREF(items);
+      return nullptr;
+    }
+    auto strong = c10::intrusive_ptr<c10::TensorImpl>::reclaim_copy(reinterpret_cast<c10::TensorImpl*>(address));
+    tensors.emplace_back(WeakTensor(strong), owner);
+  }
+  Py_DECREF(items);
+  TensorGroup* group = PyObject_New(TensorGroup, &group_type);
+  if (group == nullptr) return nullptr;
+  new (&group->tensors) OwnedTensors(std::move(tensors));
+  return reinterpret_cast<PyObject*>(group);
+}
+
+template <size_t (*kRelabel)(const OwnedTensors&, uint32_t)>
+PyObject* group_relabel(PyObject* self, PyObject* argument) {
+  uint64_t reftype;
+  if (!as_unsigned(argument, &reftype) || !valid_cell(0, reftype)) return nullptr;
+  return PyLong_FromSize_t(
+      kRelabel(reinterpret_cast<TensorGroup*>(self)->tensors, static_cast<uint32_t>(reftype)));
+}
+
+PyMethodDef group_methods[] = {{"relabel", group_relabel<&relabel_tensors>, METH_O, nullptr},
+                               {"relabel_gradients", group_relabel<&relabel_gradients>, METH_O, nullptr},
+                               {nullptr, nullptr, 0, nullptr}};
+
+// ---- functions
+
+PyObject* py_reset(PyObject*, PyObject* list) {
+  PyObject* items = PySequence_Fast(list, "expected a sequence of owners");
+  if (items == nullptr) return nullptr;
+  std::vector<uint32_t> parents;
+  for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(items); ++i) {
+    uint64_t parent;
+    if (!as_unsigned(PySequence_Fast_GET_ITEM(items, i), &parent)) break;
+    // Every path to the outside must end, or a walk along it would not.
+    if (parent > static_cast<uint64_t>(i) || (i > 0 && parent == static_cast<uint64_t>(i))) {
+      PyErr_Format(PyExc_ValueError, "owner %zd: its parent must have a smaller index", i);
+      break;
+    }
+    parents.push_back(static_cast<uint32_t>(parent));
+  }
+  Py_DECREF(items);
+  if (PyErr_Occurred()) return nullptr;
+  reset(std::move(parents));
+  Py_RETURN_NONE;
+}
+
+PyObject* py_set_gate(PyObject*, PyObject* open) {
+  set_gate(PyObject_IsTrue(open) == 1);
+  Py_RETURN_NONE;
+}
+
+PyObject* py_attach_cpu(PyObject*, PyObject*) { return PyUnicode_FromString(attach_cpu().c_str()); }
+PyObject* py_detach_cpu(PyObject*, PyObject*) { return PyBool_FromLong(detach_cpu()); }
+PyObject* py_attach_cuda(PyObject*, PyObject*) { return PyUnicode_FromString(attach_cuda().c_str()); }
+
+PyObject* py_cuda_event(PyObject*, PyObject* args) {
+  int action, device;
+  unsigned long long address;
+  long long num_bytes;
+  if (!PyArg_ParseTuple(args, "iiKL", &action, &device, &address, &num_bytes)) return nullptr;
+  cuda_event(static_cast<CudaAction>(action), device, address, num_bytes);
+  Py_RETURN_NONE;
+}
+
+PyObject* py_adopt(PyObject*, PyObject* const* args, Py_ssize_t given) {
+  uint64_t storage, owner, reftype;
+  if (!arguments(args, given, {&storage, &owner, &reftype}) || !valid_cell(owner, reftype)) return nullptr;
+  return PyLong_FromLong(static_cast<long>(adopt(reinterpret_cast<c10::StorageImpl*>(storage),
+                                                 static_cast<uint32_t>(owner), static_cast<uint32_t>(reftype))));
+}
+
+// The storage of one tensor, by the address of its TensorImpl.
+PyObject* py_relabel(PyObject*, PyObject* const* args, Py_ssize_t given) {
+  uint64_t tensor, owner, reftype;
+  if (!arguments(args, given, {&tensor, &owner, &reftype}) || !valid_cell(owner, reftype)) return nullptr;
+  return PyBool_FromLong(relabel_tensor(reinterpret_cast<c10::TensorImpl*>(tensor), static_cast<uint32_t>(owner),
+                                        static_cast<uint32_t>(reftype)));
+}
+
+PyObject* py_disown(PyObject*, PyObject* argument) {
+  uint64_t storage;
+  if (!as_unsigned(argument, &storage)) return nullptr;
+  disown(reinterpret_cast<c10::StorageImpl*>(storage));
+  Py_RETURN_NONE;
+}
+
+PyObject* py_push_label(PyObject*, PyObject* const* args, Py_ssize_t given) {
+  uint64_t owner, reftype;
+  if (!arguments(args, given, {&owner, &reftype}) || !valid_cell(owner, reftype)) return nullptr;
+  return PyLong_FromSize_t(push_label(static_cast<uint32_t>(owner), static_cast<uint32_t>(reftype)));
+}
+
+PyObject* py_cut_stack(PyObject*, PyObject* argument) {
+  uint64_t depth;
+  if (!as_unsigned(argument, &depth)) return nullptr;
+  cut_stack(depth);
+  Py_RETURN_NONE;
+}
+
+PyObject* py_stack_depth(PyObject*, PyObject*) { return PyLong_FromSize_t(stack_depth()); }
+
+PyObject* py_lookup(PyObject*, PyObject* argument) {
+  uint64_t address;
+  if (!as_unsigned(argument, &address)) return nullptr;
+  Block block{};
+  {
+    LockedLedger ledger;
+    if (const Block* found = ledger->find(address)) block = *found;
+  }
+  if (block.address == 0) Py_RETURN_NONE;
+  return Py_BuildValue("LII", static_cast<long long>(block.num_bytes), block.cell / kNumReftypes,
+                       block.cell % kNumReftypes);
+}
+
+PyObject* append(PyObject* list, PyObject* item) {
+  const bool failed = list == nullptr || item == nullptr || PyList_Append(list, item) < 0;
+  Py_XDECREF(item);
+  if (failed) Py_CLEAR(list);
+  return list;
+}
+
+struct StepRow {
+  uint32_t id;
+  int64_t peak;
+  int64_t end;
+  Totals peak_totals;
+  Totals end_totals;
+};
+
+// (phases, [(device, step peak, bytes at the step's end, peak by reftype, end by reftype), ...])
+PyObject* py_end_step(PyObject*, PyObject*) {
+  const uint32_t phases = end_step();
+  std::array<StepRow, kMaxDevices> steps;
+  uint32_t num_devices;
+  {
+    LockedLedger ledger;
+    num_devices = ledger->num_devices();
+    for (uint32_t d = 0; d < num_devices; ++d) {
+      const DeviceBooks& books = ledger->device(d);
+      steps[d] = {books.id, books.step_peak, books.step_end, books.step_peak_totals, books.step_end_totals};
+    }
+  }
+  PyObject* devices = PyList_New(0);
+  for (uint32_t d = 0; d < num_devices && devices != nullptr; ++d) {
+    const StepRow& step = steps[d];
+    devices = append(devices, Py_BuildValue("ILLNN", step.id, static_cast<long long>(step.peak),
+                                            static_cast<long long>(step.end),
+                                            as_bytes(step.peak_totals.data(), sizeof(Totals)),
+                                            as_bytes(step.end_totals.data(), sizeof(Totals))));
+  }
+  return devices == nullptr ? nullptr : Py_BuildValue("IN", phases, devices);
+}
+
+struct WindowCopy {
+  uint32_t id;
+  int64_t usage_bytes;
+  int64_t peak;
+  int64_t life_peak;
+  std::vector<CellRow> usage;
+  std::vector<CellRow> composition;
+  std::vector<CellRow> active;
+};
+
+WindowCopy copy_window(const DeviceBooks& books) {
+  const auto& [running, before] = books.windows;
+  const Window& highest = running.peak >= before.peak ? running : before;
+  WindowCopy copy{books.id, books.step_end, highest.peak, books.life_peak, books.usage, highest.composition, {}};
+  for (uint32_t owner = 0; owner < running.modules.size(); ++owner) {
+    const Mark& now = running.modules[owner];
+    const Mark& then = before.modules[owner];
+    const Mark& mark = now.max >= then.max ? now : then;
+    if (mark.max == 0) continue;
+    for (uint32_t r = 0; r < kNumReftypes; ++r) {
+      if (mark.totals[r] != 0) copy.active.push_back({owner, r, mark.totals[r]});
+    }
+  }
+  return copy;
+}
+
+// [(device, usage, step peak of the window, peak since reset, usage cells, peak cells, active-peak cells), ...]
+PyObject* py_read_window(PyObject*, PyObject*) {
+  std::vector<WindowCopy> copies;
+  {
+    LockedLedger ledger;
+    for (uint32_t d = 0; d < ledger->num_devices(); ++d) copies.push_back(copy_window(ledger->device(d)));
+  }
+  PyObject* devices = PyList_New(0);
+  for (const WindowCopy& copy : copies) {
+    if (devices == nullptr) break;
+    devices = append(devices, Py_BuildValue("ILLLNNN", copy.id, static_cast<long long>(copy.usage_bytes),
+                                            static_cast<long long>(copy.peak), static_cast<long long>(copy.life_peak),
+                                            rows(copy.usage), rows(copy.composition), rows(copy.active)));
+  }
+  return devices;
+}
+
+PyObject* py_rotate_windows(PyObject*, PyObject*) {
+  LockedLedger ledger;
+  ledger->rotate_windows();
+  Py_RETURN_NONE;
+}
+
+PyObject* py_counters(PyObject*, PyObject*) {
+  Counters books;
+  TapCounters tap;
+  size_t num_blocks;
+  {
+    LockedLedger ledger;
+    books = ledger->counters;
+    tap = ledger.tap_counters();
+    num_blocks = ledger->num_blocks();
+  }
+  return Py_BuildValue("{sKsKsKsKsKsKsKsKsKsK}", "num_events", books.num_events, "num_unknown_frees",
+                       books.num_unknown_frees, "num_double_allocations", books.num_double_allocations,
+                       "num_unmatched_pops", books.num_unmatched_pops, "num_ignored_devices",
+                       books.num_ignored_devices, "num_hook_calls", tap.num_hook_calls, "event_nanoseconds",
+                       tap.event_nanoseconds, "hook_nanoseconds", tap.hook_nanoseconds, "num_ooms", tap.num_ooms,
+                       "num_live_blocks", static_cast<unsigned long long>(num_blocks));
+}
+
+template <class Function>
+PyCFunction as_method(Function function) {
+  return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function));
+}
+
+PyMethodDef functions[] = {{"reset", py_reset, METH_O, nullptr},
+                           {"set_gate", py_set_gate, METH_O, nullptr},
+                           {"attach_cpu", py_attach_cpu, METH_NOARGS, nullptr},
+                           {"detach_cpu", py_detach_cpu, METH_NOARGS, nullptr},
+                           {"attach_cuda", py_attach_cuda, METH_NOARGS, nullptr},
+                           {"cuda_event", py_cuda_event, METH_VARARGS, nullptr},
+                           {"adopt", as_method(py_adopt), METH_FASTCALL, nullptr},
+                           {"relabel", as_method(py_relabel), METH_FASTCALL, nullptr},
+                           {"disown", py_disown, METH_O, nullptr},
+                           {"make_hook", as_method(make_hook), METH_FASTCALL, nullptr},
+                           {"make_group", make_group, METH_O, nullptr},
+                           {"push_label", as_method(py_push_label), METH_FASTCALL, nullptr},
+                           {"cut_stack", py_cut_stack, METH_O, nullptr},
+                           {"stack_depth", py_stack_depth, METH_NOARGS, nullptr},
+                           {"lookup", py_lookup, METH_O, nullptr},
+                           {"end_step", py_end_step, METH_NOARGS, nullptr},
+                           {"read_window", py_read_window, METH_NOARGS, nullptr},
+                           {"rotate_windows", py_rotate_windows, METH_NOARGS, nullptr},
+                           {"counters", py_counters, METH_NOARGS, nullptr},
+                           {nullptr, nullptr, 0, nullptr}};
+
+PyModuleDef module = {PyModuleDef_HEAD_INIT, "torchmem_native", nullptr, -1, functions, nullptr, nullptr, nullptr, nullptr};
+
+bool ready_types() {
+  hook_type.tp_name = "torchmem_native.Hook";
+  hook_type.tp_basicsize = sizeof(Hook);
+  hook_type.tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL;
+  hook_type.tp_vectorcall_offset = offsetof(Hook, call);
+  hook_type.tp_call = PyVectorcall_Call;
+  hook_type.tp_methods = hook_methods;
+  group_type.tp_name = "torchmem_native.TensorGroup";
+  group_type.tp_basicsize = sizeof(TensorGroup);
+  group_type.tp_flags = Py_TPFLAGS_DEFAULT;
+  group_type.tp_dealloc = group_dealloc;
+  group_type.tp_methods = group_methods;
+  return PyType_Ready(&hook_type) == 0 && PyType_Ready(&group_type) == 0;
+}
+
+}  // namespace
+
+}  // namespace torchmem
+
+PyMODINIT_FUNC PyInit_torchmem_native() {
+  if (!torchmem::ready_types()) return nullptr;
+  PyObject* module = PyModule_Create(&torchmem::module);
+  if (module == nullptr) return nullptr;
+  if (PyModule_AddIntConstant(module, "NUM_REFTYPES", torchmem::kNumReftypes) < 0 ||
+      PyModule_AddStringConstant(module, "TORCH_VERSION", TORCH_VERSION) < 0 ||
+      !torchmem::add_test_ledger(module)) {
+    Py_DECREF(module);
+    return nullptr;
+  }
+  return module;
+}

@@ -1,0 +1,4 @@
+#pragma once
+#include "cuda_runtime_api.h"
+typedef int CUresult;
+typedef unsigned long long CUdeviceptr;

@@ -1,0 +1,526 @@
+// See tap.h. The hot path is guard, original, track: `CountingAllocator::allocate` and `counted_delete`.
+#include "tap.h"
+
+#include <ATen/SequenceNumber.h>
+#include <ATen/record_function.h>
+#include <c10/core/Allocator.h>
+#include <c10/core/CPUAllocator.h>
+#include <c10/core/GradMode.h>
+#include <pthread.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/graph_task.h>
+
+#include <atomic>
+#include <chrono>
+#include <deque>
+#include <memory>
+
+namespace torchmem {
+
+namespace {
+
+namespace autograd = torch::autograd;
+
+constexpr uint32_t kOther = 0;
+constexpr uint32_t kRecomputation = 15;
+constexpr int32_t kNoTask = -1;
+constexpr size_t kMaxTimeline = 1 << 16;
+constexpr size_t kMaxContexts = 256;
+
+// Which module was running when an autograd node was made on a thread: sequence numbers only grow, so the owner of
+// a node is that of the last entry at or before its number. Bounded: the older half is dropped when full.
+class Timeline {
+ public:
+  void note(uint64_t sequence, uint32_t owner) {
+    if (!entries_.empty() && entries_.back().first == sequence) {
+      entries_.back().second = owner;
+      return;
+    }
+    if (entries_.size() == kMaxTimeline) entries_.erase(entries_.begin(), entries_.begin() + kMaxTimeline / 2);
+    entries_.emplace_back(sequence, owner);
+  }
+
+  uint32_t owner_at(uint64_t sequence) const {
+    auto after = std::upper_bound(entries_.begin(), entries_.end(), sequence,
+                                  [](uint64_t s, const auto& entry) { return s < entry.first; });
+    return after == entries_.begin() ? kOutside : std::prev(after)->second;
+  }
+
+  void clear() { entries_.clear(); }
+
+ private:
+  std::vector<std::pair<uint64_t, uint32_t>> entries_;
+};
+
+struct NodeKey {
+  uint64_t thread_id = 0;
+  uint64_t sequence = UINT64_MAX;  // AccumulateGrad has no number
+};
+
+// One thread's state.
+struct Context {
+  Stack stack;
+  Timeline timeline;
+  uint64_t thread_id = 0;
+  NodeKey last_node;
+  uint32_t last_owner = kOutside;
+  bool after_forward = false;  // between the root's forward and backward: the loss
+  uint32_t num_events = 0;
+  uint32_t num_hooks = 0;
+};
+
+// Constructed once and never destroyed: frees may come after static destructors have begun.
+struct Tap {
+  Spinlock lock;
+  Ledger ledger;
+  TapCounters counters;
+  uint32_t phases = 0;
+  std::atomic<bool> open{false};
+  std::vector<std::unique_ptr<Context>> contexts;
+  std::deque<Context*> free_contexts;
+  std::atomic<uint64_t> event_nanoseconds{0};
+  std::atomic<uint64_t> hook_nanoseconds{0};
+};
+
+Tap& tap() {
+  static Tap* instance = new Tap;
+  return *instance;
+}
+
+class Guard {
+ public:
+  Guard() { tap().lock.lock(); }
+  ~Guard() { tap().lock.unlock(); }
+  Guard(const Guard&) = delete;
+  Guard& operator=(const Guard&) = delete;
+};
+
+Context* claim_context() {
+  Guard guard;
+  Tap& t = tap();
+  Context* context;
+  if (t.contexts.size() >= kMaxContexts && !t.free_contexts.empty()) {
+    context = t.free_contexts.front();  // the one freed longest ago: backward may still ask for a recent one
+    t.free_contexts.pop_front();
+    context->timeline.clear();
+    context->stack.clear();
+    context->last_node = NodeKey{};
+    context->last_owner = kOutside;
+    context->after_forward = false;
+  } else {
+    t.contexts.push_back(std::make_unique<Context>());
+    context = t.contexts.back().get();
+    t.ledger.watch(&context->stack);
+  }
+  context->thread_id = at::RecordFunction::currentThreadId();
+  return context;
+}
+
+struct ContextHandle {
+  Context* context = nullptr;
+  ~ContextHandle() {
+    if (context == nullptr) return;
+    Guard guard;
+    context->stack.clear();
+    tap().free_contexts.push_back(context);
+    context = nullptr;
+  }
+};
+
+thread_local ContextHandle this_thread;
+
+Context& context() {
+  if (this_thread.context == nullptr) this_thread.context = claim_context();
+  return *this_thread.context;
+}
+
+using Clock = std::chrono::steady_clock;
+
+uint64_t nanoseconds_since(Clock::time_point start) {
+  return static_cast<uint64_t>(std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now() - start).count());
+}
+
+// What reading the clock itself adds to a measured interval.
+uint64_t clock_cost() {
+  static const uint64_t cost = [] {
+    uint64_t least = UINT64_MAX;
+    for (int i = 0; i < 1000; ++i) least = std::min(least, nanoseconds_since(Clock::now()));
+    return least;
+  }();
+  return cost;
+}
+
+// A sample above this was preempted: the time went to another process.
+constexpr uint64_t kPreemptedNanoseconds = 20'000;
+
+// Times one call in `kEvery` and charges it for all of them.
+template <uint32_t kEvery>
+class SampledTimer {
+ public:
+  SampledTimer(uint32_t& count, std::atomic<uint64_t>& total) : total_(total), sampled_(++count % kEvery == 0) {
+    if (sampled_) start_ = Clock::now();
+  }
+  ~SampledTimer() {
+    if (!sampled_) return;
+    const uint64_t taken = nanoseconds_since(start_);
+    if (taken > clock_cost() && taken < kPreemptedNanoseconds) total_.fetch_add((taken - clock_cost()) * kEvery, std::memory_order_relaxed);
+  }
+  SampledTimer(const SampledTimer&) = delete;
+  SampledTimer& operator=(const SampledTimer&) = delete;
+
+ private:
+  std::atomic<uint64_t>& total_;
+  const bool sampled_;
+  Clock::time_point start_;
+};
+
+NodeKey current_node() {
+  NodeKey key;
+  if (auto node = autograd::get_current_node()) {
+    key.thread_id = node->thread_id();
+    key.sequence = node->sequence_nr();
+  }
+  return key;
+}
+
+// The module that made the node; the last one again where the node has no number.
+uint32_t owner_of(Context& c, const NodeKey& node) {
+  if (node.sequence == UINT64_MAX) return c.last_owner;
+  if (node.sequence == c.last_node.sequence && node.thread_id == c.last_node.thread_id) return c.last_owner;
+  uint32_t owner = kOutside;
+  if (node.thread_id == c.thread_id) {
+    owner = c.timeline.owner_at(node.sequence);
+  } else {
+    for (const auto& other : tap().contexts) {
+      if (other->thread_id == node.thread_id) owner = other->timeline.owner_at(node.sequence);
+    }
+  }
+  c.last_node = node;
+  c.last_owner = owner;
+  return owner;
+}
+
+struct Label {
+  uint32_t owner;
+  uint32_t reftype;
+};
+
+// Whose is what this thread allocates now, and what for. Under the lock.
+Label classify(Context& c, int32_t task, const NodeKey& node) {
+  Tap& t = tap();
+  t.ledger.settle(c.stack, task);
+  if (!c.stack.empty()) {
+    const Frame& top = c.stack.back();
+    if (top.kind == FrameKind::kLabel) return {top.owner, top.reftype};
+    if (top.kind == FrameKind::kForward) {
+      if (task == kNoTask) return {top.owner, kActivation};
+      if (top.task == task) return {top.owner, kRecomputation};
+    }
+  }
+  if (task != kNoTask) {
+    c.after_forward = false;
+    t.phases |= kPhaseBackward;
+    const uint32_t owner = owner_of(c, node);
+    t.ledger.enter_backward(c.stack, owner, task);
+    return {owner, kTemporary};
+  }
+  return {kOutside, c.after_forward ? kActivation : kOther};
+}
+
+void on_allocate(uint64_t address, int64_t num_bytes, uint32_t device) {
+  Context& c = context();
+  SampledTimer<64> timer(c.num_events, tap().event_nanoseconds);
+  const int32_t task = autograd::get_current_graph_task_id();
+  const NodeKey node = task == kNoTask ? NodeKey{} : current_node();
+  Guard guard;
+  const Label label = classify(c, task, node);
+  tap().ledger.allocate(c.stack, address, num_bytes, device, label.owner, label.reftype);
+}
+
+void on_release(uint64_t address) {
+  Context& c = context();
+  SampledTimer<64> timer(c.num_events, tap().event_nanoseconds);
+  Guard guard;
+  tap().ledger.release(c.stack, address);
+}
+
+c10::Allocator* original = nullptr;
+c10::DeleterFnPtr original_delete = nullptr;
+
+void counted_delete(void* data) {
+  // Booked before it is freed: afterwards another thread may be given the same address.
+  if (data != nullptr && tap().open.load(std::memory_order_relaxed)) on_release(reinterpret_cast<uint64_t>(data));
+  original_delete(data);
+}
+
+class CountingAllocator final : public c10::Allocator {
+ public:
+  c10::DataPtr allocate(size_t num_bytes) override {
+    c10::DataPtr data = allocate_original(num_bytes);
+    if (data.get() == nullptr || !tap().open.load(std::memory_order_relaxed)) return data;
+    if (data.get_context() == data.get() && data.compare_exchange_deleter(original_delete, &counted_delete)) {
+      on_allocate(reinterpret_cast<uint64_t>(data.get()), static_cast<int64_t>(num_bytes), 0);
+    }
+    return data;
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return &counted_delete; }
+  void copy_data(void* to, const void* from, std::size_t num_bytes) const override {
+    original->copy_data(to, from, num_bytes);
+  }
+
+ private:
+  static c10::DataPtr allocate_original(size_t num_bytes) {
+    try {
+      return original->allocate(num_bytes);
+    } catch (...) {
+      Guard guard;
+      ++tap().counters.num_ooms;
+      throw;
+    }
+  }
+};
+
+CountingAllocator& counting_allocator() {
+  static CountingAllocator* instance = new CountingAllocator;
+  return *instance;
+}
+
+// The priority with which an allocator was registered cannot be read, and a lower one is ignored: climb.
+bool replace_cpu_allocator(c10::Allocator* allocator) {
+  for (const uint8_t priority : {0, 1, 100, 255}) {
+    c10::SetCPUAllocator(allocator, priority);
+    if (c10::GetCPUAllocator() == allocator) return true;
+  }
+  return false;
+}
+
+void lock_before_fork() { tap().lock.lock(); }
+void unlock_in_parent() { tap().lock.unlock(); }
+void disarm_in_child() {
+  new (&tap().lock) Spinlock;
+  tap().open.store(false);
+}
+
+const c10::TensorImpl* gradient_of(c10::TensorImpl* tensor) {
+  const at::Tensor& gradient = tensor->grad();
+  return gradient.defined() ? gradient.unsafeGetTensorImpl() : nullptr;
+}
+
+uint64_t address_of(const c10::TensorImpl* tensor) {
+  if (tensor == nullptr || !tensor->has_storage()) return 0;
+  return reinterpret_cast<uint64_t>(tensor->unsafe_storage().unsafeGetStorageImpl()->data());
+}
+
+// Addresses are gathered before the lock is taken: dropping the last reference to a tensor frees it, and that free
+// takes the lock.
+template <class Select>
+size_t relabel_all(const OwnedTensors& tensors, uint32_t reftype, Select select) {
+  thread_local std::vector<std::pair<uint64_t, uint32_t>> found;
+  found.clear();
+  for (const auto& [weak, owner] : tensors) {
+    if (auto tensor = weak.lock()) {
+      if (const uint64_t address = address_of(select(tensor.get()))) found.emplace_back(address, owner);
+    }
+  }
+  Guard guard;
+  size_t num_known = 0;
+  for (const auto& [address, owner] : found) num_known += tap().ledger.relabel(address, owner, reftype);
+  return num_known;
+}
+
+uint32_t enclosing_module(const Stack& stack) {
+  for (size_t i = stack.size(); i-- > 0;) {
+    if (stack[i].kind == FrameKind::kForward) return stack[i].owner;
+  }
+  return kOutside;
+}
+
+}  // namespace
+
+void reset(std::vector<uint32_t> parents) {
+  static const bool once = [] {
+    pthread_atfork(&lock_before_fork, &unlock_in_parent, &disarm_in_child);
+    clock_cost();
+    return true;
+  }();
+  (void)once;
+  Guard guard;
+  Tap& t = tap();
+  t.ledger.reset(std::move(parents));
+  t.counters = TapCounters{};
+  t.event_nanoseconds = 0;
+  t.hook_nanoseconds = 0;
+  t.phases = 0;
+  for (auto& context : t.contexts) {
+    context->timeline.clear();
+    context->last_node = NodeKey{};
+    context->last_owner = kOutside;
+    context->after_forward = false;
+  }
+}
+
+void set_gate(bool open) { tap().open.store(open); }
+
+std::string attach_cpu() {
+  c10::Allocator* current = c10::GetCPUAllocator();
+  if (current == &counting_allocator()) return "";
+  if (original == nullptr) {
+    if (current->raw_deleter() == nullptr) return "the CPU allocator in use has no raw deleter";
+    original = current;
+    original_delete = current->raw_deleter();
+  } else if (current != original) {
+    return "another CPU allocator was installed since torchmem last ran in this process";
+  }
+  return replace_cpu_allocator(&counting_allocator()) ? "" : "the CPU allocator cannot be replaced";
+}
+
+bool detach_cpu() {
+  if (c10::GetCPUAllocator() != &counting_allocator()) return original == nullptr;
+  return replace_cpu_allocator(original);
+}
+
+void cuda_event(CudaAction action, int device, uint64_t address, int64_t num_bytes) {
+  if (!tap().open.load(std::memory_order_relaxed)) return;
+  switch (action) {
+    case CudaAction::kAllocate:
+      if (address != 0 && num_bytes > 0 && device >= 0) {
+        on_allocate(address, num_bytes, 1 + static_cast<uint32_t>(device));
+      }
+      return;
+    case CudaAction::kRelease:
+      if (address != 0) on_release(address);
+      return;
+    case CudaAction::kOutOfMemory: {
+      Guard guard;
+      ++tap().counters.num_ooms;
+      return;
+    }
+  }
+}
+
+Adoption adopt(c10::StorageImpl* storage, uint32_t owner, uint32_t reftype) {
+  const bool on_cpu = storage->device_type() == c10::DeviceType::CPU;
+  // A storage remembers its allocator: without this a later resize would bypass the tap.
+  if (on_cpu && original != nullptr && storage->allocator() == original) storage->set_allocator(&counting_allocator());
+  const uint64_t address = reinterpret_cast<uint64_t>(storage->data());
+  if (address == 0) return Adoption::kNothing;
+  {
+    Guard guard;
+    if (tap().ledger.relabel(address, owner, reftype)) return Adoption::kRelabelled;
+  }
+  uint32_t device = 0;
+  if (on_cpu) {
+    c10::DataPtr& data = storage->_mutable_data_ptr_no_checks();
+    const bool ours = data.get_deleter() == &counted_delete;
+    if (data.get_context() != data.get()) return Adoption::kForeign;
+    if (!ours && !data.compare_exchange_deleter(original_delete, &counted_delete)) return Adoption::kForeign;
+  } else if (storage->device_type() == c10::DeviceType::CUDA) {
+    device = 1 + static_cast<uint32_t>(storage->device().index());
+  } else {
+    return Adoption::kForeign;
+  }
+  Stack nowhere;
+  Guard guard;
+  tap().ledger.allocate(nowhere, address, static_cast<int64_t>(storage->nbytes()), device, owner, reftype);
+  return Adoption::kAdopted;
+}
+
+void disown(c10::StorageImpl* storage) {
+  if (storage->device_type() != c10::DeviceType::CPU || original == nullptr) return;
+  if (storage->allocator() == &counting_allocator()) storage->set_allocator(original);
+  (void)storage->_mutable_data_ptr_no_checks().compare_exchange_deleter(&counted_delete, original_delete);
+}
+
+size_t relabel_tensors(const OwnedTensors& tensors, uint32_t reftype) {
+  return relabel_all(tensors, reftype, [](c10::TensorImpl* tensor) -> const c10::TensorImpl* { return tensor; });
+}
+
+size_t relabel_gradients(const OwnedTensors& tensors, uint32_t reftype) {
+  return relabel_all(tensors, reftype, &gradient_of);
+}
+
+bool relabel_tensor(const c10::TensorImpl* tensor, uint32_t owner, uint32_t reftype) {
+  const uint64_t address = address_of(tensor);
+  Guard guard;
+  return tap().ledger.relabel(address, owner, reftype);
+}
+
+void enter_module(uint32_t owner) {
+  Tap& t = tap();
+  if (!t.open.load(std::memory_order_relaxed)) return;
+  Context& c = context();
+  SampledTimer<16> timer(c.num_hooks, t.hook_nanoseconds);
+  const int32_t task = autograd::get_current_graph_task_id();
+  const uint64_t sequence = at::sequence_number::peek();
+  Guard guard;
+  ++t.counters.num_hook_calls;
+  if (owner == 1) t.phases |= c10::GradMode::is_enabled() ? kPhaseForward : kPhaseEval;
+  t.ledger.settle(c.stack, task);
+  t.ledger.push(c.stack, owner, FrameKind::kForward, 0, task);
+  c.timeline.note(sequence, owner);
+}
+
+void leave_module(uint32_t owner) {
+  Tap& t = tap();
+  if (!t.open.load(std::memory_order_relaxed)) return;
+  Context& c = context();
+  SampledTimer<16> timer(c.num_hooks, t.hook_nanoseconds);
+  const int32_t task = autograd::get_current_graph_task_id();
+  const uint64_t sequence = at::sequence_number::peek();
+  Guard guard;
+  ++t.counters.num_hook_calls;
+  size_t depth = c.stack.size();
+  while (depth > 0 && !(c.stack[depth - 1].kind == FrameKind::kForward && c.stack[depth - 1].owner == owner)) --depth;
+  if (depth == 0) {
+    ++t.ledger.counters.num_unmatched_pops;
+    return;
+  }
+  while (c.stack.size() >= depth) t.ledger.pop(c.stack);
+  const uint32_t outer = enclosing_module(c.stack);
+  c.timeline.note(sequence, outer);
+  if (outer == kOutside && task == kNoTask) c.after_forward = c10::GradMode::is_enabled();
+}
+
+size_t push_label(uint32_t owner, uint32_t reftype) {
+  Context& c = context();
+  const int32_t task = autograd::get_current_graph_task_id();
+  Guard guard;
+  tap().ledger.settle(c.stack, task);
+  const size_t depth = c.stack.size();
+  tap().ledger.push(c.stack, owner, FrameKind::kLabel, reftype, task);
+  return depth;
+}
+
+void cut_stack(size_t depth) {
+  Context& c = context();
+  Guard guard;
+  while (c.stack.size() > depth) tap().ledger.pop(c.stack);
+}
+
+size_t stack_depth() {
+  Context& c = context();
+  Guard guard;
+  return c.stack.size();
+}
+
+uint32_t end_step() {
+  Guard guard;
+  Tap& t = tap();
+  t.ledger.end_step();
+  for (auto& context : t.contexts) context->after_forward = false;
+  const uint32_t phases = t.phases;
+  t.phases = 0;
+  return phases;
+}
+
+LockedLedger::LockedLedger() { tap().lock.lock(); }
+LockedLedger::~LockedLedger() { tap().lock.unlock(); }
+Ledger* LockedLedger::operator->() const { return &tap().ledger; }
+const TapCounters& LockedLedger::tap_counters() const {
+  Tap& t = tap();
+  t.counters.event_nanoseconds = t.event_nanoseconds.load();
+  t.counters.hook_nanoseconds = t.hook_nanoseconds.load();
+  return t.counters;
+}
+
+}  // namespace torchmem

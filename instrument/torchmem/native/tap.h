@@ -1,0 +1,80 @@
+// The tap: sees each allocation and each free of every thread, decides whose it is, and books it in the one ledger.
+//
+// Everything here is safe from any thread and takes the ledger's lock for tens of nanoseconds. With the gate closed
+// nothing is counted. In a forked child the gate is closed for good.
+#pragma once
+
+#include <c10/core/StorageImpl.h>
+#include <c10/core/TensorImpl.h>
+
+#include <cstdint>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "ledger.h"
+
+namespace torchmem {
+
+enum class CudaAction { kAllocate, kRelease, kOutOfMemory };
+enum class Adoption { kNothing, kRelabelled, kAdopted, kForeign };
+
+// What happened in a step, as torchmem.model.Phase.
+constexpr uint32_t kPhaseForward = 1;
+constexpr uint32_t kPhaseBackward = 2;
+constexpr uint32_t kPhaseEval = 16;
+
+struct TapCounters {
+  uint64_t num_hook_calls = 0;
+  uint64_t event_nanoseconds = 0;  // estimated from a sample of the events
+  uint64_t hook_nanoseconds = 0;   // likewise
+  uint64_t num_ooms = 0;
+};
+
+using WeakTensor = c10::weak_intrusive_ptr<c10::TensorImpl>;
+using OwnedTensors = std::vector<std::pair<WeakTensor, uint32_t>>;
+
+// Forgets all books; `parents` as in Ledger::reset.
+void reset(std::vector<uint32_t> parents);
+void set_gate(bool open);
+
+// Wraps torch's CPU allocator; returns why not, or "". Detaching puts the original back; returns false when another
+// wrapper lies on top, in which case the tap stays in place with its gate closed.
+std::string attach_cpu();
+bool detach_cpu();
+std::string attach_cuda();
+void cuda_event(CudaAction action, int device, uint64_t address, int64_t num_bytes);
+
+// Books a storage that exists already, and routes its free (and later resizes) through the tap; `disown` undoes that.
+Adoption adopt(c10::StorageImpl* storage, uint32_t owner, uint32_t reftype);
+void disown(c10::StorageImpl* storage);
+
+// Relabels the storages of the tensors, or of their gradients; returns how many are in the books.
+size_t relabel_tensors(const OwnedTensors& tensors, uint32_t reftype);
+size_t relabel_gradients(const OwnedTensors& tensors, uint32_t reftype);
+
+bool relabel_tensor(const c10::TensorImpl* tensor, uint32_t owner, uint32_t reftype);
+
+// A watched module's forward begins and ends on this thread.
+void enter_module(uint32_t owner);
+void leave_module(uint32_t owner);
+// An explicit label for what this thread allocates until the stack is cut back to the depth returned.
+size_t push_label(uint32_t owner, uint32_t reftype);
+void cut_stack(size_t depth);
+size_t stack_depth();
+
+// Closes the step; returns the phases it held.
+uint32_t end_step();
+
+// The ledger under its lock.
+class LockedLedger {
+ public:
+  LockedLedger();
+  ~LockedLedger();
+  LockedLedger(const LockedLedger&) = delete;
+  LockedLedger& operator=(const LockedLedger&) = delete;
+  Ledger* operator->() const;
+  const TapCounters& tap_counters() const;
+};
+
+}  // namespace torchmem
