@@ -34,13 +34,20 @@ def _flag(text: str) -> bool:
     return values[text.strip().lower()]
 
 
-def _at_least(kind: type | tuple[type, ...], least: float) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, kind) and not isinstance(value, bool) and least <= value < float("inf")
+def _at_least(least: float, kinds: tuple[type, ...] = (int, float)) -> Callable[[Any], bool]:
+    def valid(value: Any) -> bool:
+        return type(value) in kinds and bool(least <= value < float("inf"))
+
+    return valid
 
 
 def _setting(default: Any, help: str, parse: Callable[[str], Any], valid: Callable[[Any], bool], wanted: str) -> Any:  # noqa: A002  # the field's own name
     metadata = {"setting": Setting(help, parse, valid, wanted)}
-    return field(default_factory=default, metadata=metadata) if callable(default) else field(default=default, metadata=metadata)
+    return (
+        field(default_factory=default, metadata=metadata)
+        if callable(default)
+        else field(default=default, metadata=metadata)
+    )
 
 
 def _default_train_job() -> str:
@@ -58,7 +65,11 @@ class Config:
     """Validated settings of one ``Monitor``."""
 
     enabled: bool = _setting(
-        True, "`0` turns everything off: `install` then watches nothing", _flag, lambda v: isinstance(v, bool), "a boolean"
+        True,  # noqa: FBT003  # the default
+        "`0` turns everything off: `install` then watches nothing",
+        _flag,
+        lambda v: isinstance(v, bool),
+        "a boolean",
     )
     train_job: str = _setting(
         _default_train_job,
@@ -68,7 +79,7 @@ class Config:
         lambda v: isinstance(v, str) and bool(re.fullmatch(r"[^\x00-\x1f\x7f]{1,200}", v)),
         "1 to 200 printable characters",
     )
-    dir: Path = _setting(
+    dir: Path = _setting(  # noqa: RUF009  # a dataclass field
         default_dir,
         "directory of the records, shared with the sidecar (default: `/dev/shm/torchmem-<uid>`, else the temporary"
         " directory)",
@@ -78,20 +89,20 @@ class Config:
     )
     depth: int = _setting(
         2,
-        "how deep modules are told apart: components of the name, indices not counted, so that `layers.17.mlp` has depth"
-        " 2; deeper modules count for the one that holds them",
+        "how deep modules are told apart: components of the name, indices not counted, so that `layers.17.mlp` has"
+        " depth 2; deeper modules count for the one that holds them",
         int,
-        _at_least(int, 0),
+        _at_least(0, (int,)),
         "a whole number, 0 or more",
     )
     publish_interval: float = _setting(
-        1.0, "seconds between two records", float, _at_least((int, float), 0.05), "a number of seconds, 0.05 or more"
+        1.0, "seconds between two records", float, _at_least(0.05), "a number of seconds, 0.05 or more"
     )
     window: float = _setting(
         60.0,
         "seconds for which a step's peak stays published; at least two scrape intervals",
         float,
-        _at_least((int, float), 0.1),
+        _at_least(0.1),
         "a number of seconds, 0.1 or more",
     )
 

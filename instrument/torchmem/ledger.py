@@ -199,7 +199,7 @@ class Ledger:
 
     def enter_backward(self, stack: int, owner: int, task: int) -> None:
         """Makes ``owner`` the module whose backward runs."""
-        path = []
+        path: list[int] = []
         while owner != OUTSIDE_OWNER:
             path.insert(0, owner)
             owner = self.parents[owner]

@@ -8,6 +8,10 @@ Source: the design's table of reftypes; display names are those of torch's own t
 from __future__ import annotations
 
 import enum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 OUTSIDE = "(outside modules)"
 """Owner of what was allocated while no watched module was running."""
@@ -24,7 +28,8 @@ class RefType(enum.IntEnum):
 
     display_name: str
 
-    def __new__(cls, value: int, display_name: str) -> RefType:
+    def __new__(cls, value: int, display_name: str) -> Self:
+        """A member is its column, with a display name besides."""
         member = int.__new__(cls, value)
         member._value_ = value
         member.display_name = display_name

@@ -33,6 +33,7 @@ from torchmem.wire.store import RankStore
 if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
+    from typing_extensions import Self
 
 RING_STEPS = 512
 FACTS_INTERVAL_SECONDS = 1.0
@@ -85,7 +86,9 @@ def _check_arguments(model: Any, optimizer: Any) -> None:
     if not isinstance(model, nn.Module):
         raise InstallError(f"the model is a {type(model).__name__}, not a torch.nn.Module: pass the root module")
     if optimizer is not None and not isinstance(optimizer, Optimizer):
-        raise InstallError(f"the optimizer is a {type(optimizer).__name__}, not a torch.optim.Optimizer: pass it or nothing")
+        raise InstallError(
+            f"the optimizer is a {type(optimizer).__name__}, not a torch.optim.Optimizer: pass it or nothing"
+        )
 
 
 class Monitor:
@@ -120,7 +123,7 @@ class Monitor:
             self.close()  # half a monitor must not stay on the model
             raise
 
-    def __enter__(self) -> Monitor:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -130,13 +133,8 @@ class Monitor:
 
     def step(self) -> None:
         """Ends the step now, for loops without an optimizer or with a rule of their own."""
-        if self._closed or os.getpid() != self._pid:
-            return
         began = time.perf_counter()
-        try:
-            self._end_step(began)
-        except Exception as error:  # noqa: BLE001  # nothing of ours may reach the training loop
-            self._lose_engine(f"{type(error).__name__}: {error}")
+        self._try_end_step()
         self._own_seconds += time.perf_counter() - began
 
     def snapshot(self) -> wire.Record:
@@ -147,7 +145,7 @@ class Monitor:
         """Stops counting, publishes the last record, puts everything back; safe to call twice."""
         global _current  # noqa: PLW0603  # as above
         with _install_lock:
-            if self._closed:
+            if self._closed or os.getpid() != self._pid:  # what a forked child holds is its parent's
                 return
             self._closed = True
             if _current is self:
@@ -189,7 +187,7 @@ class Monitor:
         engine.reset(owners.parents)
         engine.set_gate(True)
         fsdp2 = Fsdp2Labeler(engine, owners, param_groups(model))
-        optimizers = OptimizerLabeler(engine, owners, optimizer, self.step)
+        optimizers = OptimizerLabeler(engine, owners, optimizer, self._try_end_step)
         modules = ModuleLabeler(
             engine,
             owners,
@@ -219,6 +217,14 @@ class Monitor:
 
     # -- the end of a step, on the training thread
 
+    def _try_end_step(self) -> None:
+        if self._closed or os.getpid() != self._pid:
+            return
+        try:
+            self._end_step(time.perf_counter())
+        except Exception as error:  # noqa: BLE001  # nothing of ours may reach the training loop
+            self._lose_engine(f"{type(error).__name__}: {error}")
+
     def _end_step(self, began: float, *, counts: bool = True) -> None:
         if self._native is not None:
             self._close_books(counts=counts)
@@ -242,12 +248,12 @@ class Monitor:
             self._refresh_facts(rows)
 
     def _refresh_facts(self, rows: list[Any]) -> None:
-        """Asks the devices now, while the books stand still: a remainder is a difference of two counts of one moment."""
-        from torchmem.engine.reconcile import device_facts
-
+        """Asks the devices now, while the books stand still: a remainder needs two counts of one moment."""
         import torch
 
-        if torch.cuda.is_initialized():
+        from torchmem.engine.reconcile import device_facts
+
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch's
             self._native.attach_cuda()
         num_ooms = self._native.counters()["num_ooms"]
         self._facts = [device_facts(device, end, num_ooms) for device, _, end, _, _ in rows]
@@ -293,10 +299,13 @@ class Monitor:
         )
 
     def _tracker_seconds(self, counters: dict[str, int]) -> float:
-        """Events as sampled, hooks as calibrated when installed, and what ended the steps as measured."""
-        if not counters:
-            return self._own_seconds
-        return counters["event_nanoseconds"] / 1e9 + counters["num_hook_calls"] * self._hook_seconds + self._own_seconds
+        """Events as sampled, module hooks as calibrated when installed, labels and the ends of steps as measured."""
+        seconds = self._own_seconds
+        for labeler in self._labelers:
+            seconds += labeler.hooks.seconds
+        if counters:
+            seconds += counters["event_nanoseconds"] / 1e9 + counters["num_hook_calls"] * self._hook_seconds
+        return seconds
 
     def _devices(self) -> list[wire.Device]:
         if self._native is None:

@@ -165,7 +165,9 @@ def _compiler() -> str:
     for candidate in (os.environ.get("CXX"), "c++", "g++", "clang++"):
         if candidate and shutil.which(candidate):
             return candidate
-    raise BuildError("no C++ compiler found: install g++, or run `torchmem build` where there is one and share the cache")
+    raise BuildError(
+        "no C++ compiler found: install g++, or run `torchmem build` where there is one and share the cache"
+    )
 
 
 def _run_all(commands: list[list[str]]) -> None:
@@ -173,13 +175,14 @@ def _run_all(commands: list[list[str]]) -> None:
     running: list[subprocess.Popen[str]] = []
     try:
         for command in commands:
-            running.append(
-                subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")  # noqa: S603  # the user's own compiler
+            process = subprocess.Popen(  # noqa: S603  # the user's own compiler
+                command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
             )
+            running.append(process)
         for process in running:
             output, _ = process.communicate(timeout=COMPILE_TIMEOUT_SECONDS)
             if process.returncode:
-                raise BuildError(f"{process.args[0]} failed: {_reason(output, process.returncode)}")  # type: ignore[index]  # a list, as given
+                raise BuildError(f"{commands[0][0]} failed: {_reason(output, process.returncode)}")
     except OSError as error:
         raise BuildError(f"cannot run the compiler: {error}") from None
     except subprocess.TimeoutExpired:

@@ -30,7 +30,7 @@ class DeviceFacts:
     limit_bytes: int | None = None
     other_bytes: int | None = None
     unattributed_bytes: int = 0
-    allocator: Allocator = Allocator()
+    allocator: Allocator = Allocator()  # noqa: RUF009  # frozen
 
 
 def device_facts(device: int, booked_bytes: int, num_ooms: int) -> DeviceFacts:

@@ -1,8 +1,8 @@
 """FSDP2 (``fully_shard``): all-gather and reduce-scatter buffers, unsharded parameters, gradients either side.
 
-Labels by context: while a parameter group unshards, what it allocates is ``all_gather``; while it waits for the
-unshard, ``unsharded_parameter``; in its post-backward, ``reduce_scatter``. What turned out to be something else there
-(a parameter's own share, the sharded gradients) is relabelled right after, back to its birth.
+Labels by context: while a parameter group unshards, what it allocates is ``all_gather``; in its post-backward,
+``reduce_scatter``. What turned out to be something else there (the unsharded parameters, the sharded gradients) is
+relabelled right after, back to its birth.
 
 Private torch interfaces used, checked on attach: ``FSDPParamGroup.unshard``, ``wait_for_unshard``, ``post_backward``,
 ``fsdp_params``, ``modules``; of a parameter ``all_gather_outputs``, ``_unsharded_inner_tensors``, ``_unsharded_param``,
@@ -121,7 +121,8 @@ class Fsdp2Labeler:
         self._native.cut_stack(depth)
 
     def _before_wait_for_unshard(self, group: Any) -> int:
-        depth: int = self._native.push_label(self._of(group).owner, RefType.UNSHARDED_PARAMETER)
+        # What is left over once the parameters are named is the copying between the buffer and them.
+        depth: int = self._native.push_label(self._of(group).owner, RefType.ALL_GATHER)
         return depth
 
     def _after_wait_for_unshard(self, depth: int, group: Any) -> None:
@@ -154,13 +155,22 @@ class Fsdp2Labeler:
         relabel = self._native.relabel
         for parameter in group.fsdp_params:
             gradient = parameter.sharded_param.grad
-            if gradient is not None:
-                local = gradient._local_tensor if isinstance(gradient, DTensor) else gradient  # noqa: SLF001  # to_local() makes an autograd node
-                relabel(local._cdata, owner, RefType.SHARDED_GRADIENT)  # noqa: SLF001  # as above
+            if gradient is None:
+                continue
+            local = gradient._local_tensor if isinstance(gradient, DTensor) else gradient  # noqa: SLF001  # to_local() makes an autograd node
+            moved = relabel(local._cdata, owner, RefType.SHARDED_GRADIENT)  # noqa: SLF001  # the address of the TensorImpl
+            if moved and not parameter.offload_to_cpu:
+                break  # the group's other new gradients are views of this storage; older ones have their label
+        if not group.reduce_grads:
+            self._label_accumulated(group)
+
+    def _label_accumulated(self, group: Any) -> None:
+        for parameter in group.fsdp_params:
             accumulated = parameter.unsharded_accumulated_grad
             if accumulated is not None:
                 for tensor in plain_tensors(accumulated):
-                    relabel(tensor._cdata, _owner_of(parameter, self._owners), RefType.UNSHARDED_GRADIENT)  # noqa: SLF001  # as above
+                    owner = _owner_of(parameter, self._owners)
+                    self._native.relabel(tensor._cdata, owner, RefType.UNSHARDED_GRADIENT)  # noqa: SLF001  # as above
 
 
 def _owner_of(fsdp_param: Any, owners: OwnerTable) -> int:

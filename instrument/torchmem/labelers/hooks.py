@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import functools
 import logging
+import sys
+import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -24,16 +26,50 @@ class Removable(Protocol):
         """Takes the hook off."""
 
 
+class GuardedHook:
+    """A hook that never raises, returns None, and does nothing in a pickled model.
+
+    A model is pickled with its hooks, and must load where torchmem is not installed: there the hook is
+    ``functools.partial(sys.audit, ...)``, which takes any arguments. A deep copy shares the hook.
+    """
+
+    def __init__(self, hooks: HookSet, function: Callable[..., None]) -> None:
+        self._hooks = hooks
+        self._function = function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        """Runs the function unless the labeler is off; its time is charged to the labeler."""
+        if not self._hooks.active:
+            return
+        began = time.perf_counter()
+        try:
+            self._function(*args, **kwargs)
+        except Exception as error:  # noqa: BLE001  # nothing of ours may reach the training loop
+            self._hooks.fail(error)
+        self._hooks.seconds += time.perf_counter() - began
+
+    def __deepcopy__(self, _memo: dict[int, Any]) -> GuardedHook:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return functools.partial, (sys.audit, "torchmem.unpickled_hook")
+
+
 class HookSet:
     """The hooks and patches of one labeler.
 
     Args:
         labeler: its name in the record.
+
+    Attributes:
+        failure: why the labeler is off, one line; empty while it works.
+        seconds: what its hooks and patches took so far (native module hooks excepted).
     """
 
     def __init__(self, labeler: str) -> None:
         self.labeler = labeler
         self.failure = ""
+        self.seconds = 0.0
         self._undo: list[Callable[[], None]] = []
         self._closed = False
 
@@ -52,18 +88,9 @@ class HookSet:
             self.failure = f"{type(error).__name__}: {error}"[:200]
             logger.warning("labeler %s is off: %s", self.labeler, self.failure)
 
-    def guarded(self, function: Callable[..., None]) -> Callable[..., None]:
+    def guarded(self, function: Callable[..., None]) -> GuardedHook:
         """The function as a hook that never raises and returns None."""
-
-        @functools.wraps(function)
-        def hook(*args: Any, **kwargs: Any) -> None:
-            if self.active:
-                try:
-                    function(*args, **kwargs)
-                except Exception as error:  # noqa: BLE001  # nothing of ours may reach the training loop
-                    self.fail(error)
-
-        return hook
+        return GuardedHook(self, function)
 
     def patch(
         self,
@@ -83,18 +110,22 @@ class HookSet:
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             if not self.active:
                 return original(*args, **kwargs)
+            began = time.perf_counter()
             try:
                 token = before(*args)
             except Exception as error:  # noqa: BLE001  # as above
                 self.fail(error)
                 return original(*args, **kwargs)
+            self.seconds += time.perf_counter() - began
             try:
                 return original(*args, **kwargs)
             finally:
+                began = time.perf_counter()
                 try:
                     after(token, *args)
                 except Exception as error:  # noqa: BLE001  # as above
                     self.fail(error)
+                self.seconds += time.perf_counter() - began
 
         setattr(owner, name, wrapper)
 

@@ -53,7 +53,7 @@ class OptimizerLabeler:
         """Books the state that exists and puts the hooks on."""
         plain = [p for p in self._owners.model.parameters() if not is_traceable_wrapper_subclass(p)]
         self._gradients = self._native.make_group([(p._cdata, self._owners.of_parameter(p)) for p in plain])  # noqa: SLF001  # the address of the TensorImpl
-        optimizer = self._anchor and self._anchor()
+        optimizer = None if self._anchor is None else self._anchor()
         if optimizer is not None:
             self._label_state(optimizer)
         self.hooks.add(register_optimizer_step_pre_hook(self.hooks.guarded(self._before_step)))

@@ -10,12 +10,13 @@ Limits: a module or parameter shared by several parents belongs to the first tha
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from torchmem.model import OUTSIDE, OUTSIDE_OWNER, ROOT
 
@@ -45,7 +46,7 @@ class OwnerTable:
         self.parents = [OUTSIDE_OWNER]
         self.watched: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
         self._of_module: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
-        self._of_parameter: dict[int, int] = {}
+        self._of_parameter: MutableMapping[torch.Tensor, int] = WeakTensorKeyDictionary()
         by_name: dict[str, int] = {}
         for name, module in model.named_modules():
             above = by_name.get(name.rpartition(".")[0], OUTSIDE_OWNER) if name else OUTSIDE_OWNER
@@ -59,7 +60,7 @@ class OwnerTable:
             by_name[name] = owner
             self._of_module[module] = owner
             for parameter in module.parameters(recurse=False):
-                self._of_parameter.setdefault(id(parameter), owner)
+                self._of_parameter.setdefault(parameter, owner)  # type: ignore[no-untyped-call]  # torch's
 
     @property
     def model(self) -> nn.Module:
@@ -73,13 +74,13 @@ class OwnerTable:
 
     def of_parameter(self, parameter: torch.Tensor) -> int:
         """Owner of a parameter, its gradient and its optimizer state."""
-        return self._of_parameter.get(id(parameter), OUTSIDE_OWNER)
+        return self._of_parameter.get(parameter, OUTSIDE_OWNER)
 
 
 def plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """The tensors with memory of their own behind any tensor: the parts of a subclass, the values of a sparse one."""
     if is_traceable_wrapper_subclass(tensor):
-        for name in tensor.__tensor_flatten__()[0]:  # type: ignore[attr-defined]  # what the check above promises
+        for name in tensor.__tensor_flatten__()[0]:
             part = getattr(tensor, name)
             if isinstance(part, torch.Tensor):  # a DTensor flattens to its mesh too
                 yield from plain_tensors(part)

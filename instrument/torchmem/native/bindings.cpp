@@ -5,6 +5,7 @@
 // bytes that a record carries, so that publishing makes no Python object per cell.
 #include <Python.h>
 
+#include <c10/core/CPUAllocator.h>
 #include <torch/version.h>
 
 #include <new>
@@ -175,6 +176,7 @@ PyObject* py_set_gate(PyObject*, PyObject* open) {
 
 PyObject* py_attach_cpu(PyObject*, PyObject*) { return PyUnicode_FromString(attach_cpu().c_str()); }
 PyObject* py_detach_cpu(PyObject*, PyObject*) { return PyBool_FromLong(detach_cpu()); }
+PyObject* py_cpu_allocator(PyObject*, PyObject*) { return PyLong_FromVoidPtr(c10::GetCPUAllocator()); }
 PyObject* py_attach_cuda(PyObject*, PyObject*) { return PyUnicode_FromString(attach_cuda().c_str()); }
 
 PyObject* py_cuda_event(PyObject*, PyObject* args) {
@@ -351,6 +353,7 @@ PyMethodDef functions[] = {{"reset", py_reset, METH_O, nullptr},
                            {"set_gate", py_set_gate, METH_O, nullptr},
                            {"attach_cpu", py_attach_cpu, METH_NOARGS, nullptr},
                            {"detach_cpu", py_detach_cpu, METH_NOARGS, nullptr},
+                           {"cpu_allocator", py_cpu_allocator, METH_NOARGS, nullptr},
                            {"attach_cuda", py_attach_cuda, METH_NOARGS, nullptr},
                            {"cuda_event", py_cuda_event, METH_VARARGS, nullptr},
                            {"adopt", as_method(py_adopt), METH_FASTCALL, nullptr},

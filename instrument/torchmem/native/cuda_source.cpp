@@ -44,6 +44,7 @@ std::string attach_cuda() {
   if (attached) return "";
   try {
     auto* allocator = static_cast<caching::CUDAAllocator*>(c10::GetAllocator(c10::DeviceType::CUDA));
+    if (allocator == nullptr) return "torch has no CUDA allocator";
     if (!allocator->initialized()) return "CUDA is not initialised yet";
     allocator->attachAllocatorTraceTracker(&on_trace);
   } catch (const std::exception& error) {

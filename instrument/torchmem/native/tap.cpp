@@ -442,6 +442,8 @@ size_t relabel_gradients(const OwnedTensors& tensors, uint32_t reftype) {
 bool relabel_tensor(const c10::TensorImpl* tensor, uint32_t owner, uint32_t reftype) {
   const uint64_t address = address_of(tensor);
   Guard guard;
+  const Block* block = tap().ledger.find(address);
+  if (block == nullptr || block->cell == owner * kNumReftypes + reftype) return false;
   return tap().ledger.relabel(address, owner, reftype);
 }
 

@@ -53,6 +53,7 @@ void disown(c10::StorageImpl* storage);
 size_t relabel_tensors(const OwnedTensors& tensors, uint32_t reftype);
 size_t relabel_gradients(const OwnedTensors& tensors, uint32_t reftype);
 
+// Relabels one tensor's storage; returns whether that changed anything.
 bool relabel_tensor(const c10::TensorImpl* tensor, uint32_t owner, uint32_t reftype);
 
 // A watched module's forward begins and ends on this thread.

@@ -187,7 +187,9 @@ def decode(data: bytes) -> Record:
     if magic != MAGIC:
         raise RecordError("magic", "not a torchmem record")
     if major != MAJOR:
-        raise RecordError("version", f"record version {major}.{minor}; this reader knows {MAJOR}.x: use matching releases")
+        raise RecordError(
+            "version", f"record version {major}.{minor}; this reader knows {MAJOR}.x: use matching releases"
+        )
     if length > MAX_PAYLOAD_BYTES:
         raise RecordError("oversize", f"payload of {length} bytes exceeds {MAX_PAYLOAD_BYTES}")
     payload = memoryview(data)[HEADER.size :]
@@ -207,7 +209,11 @@ def _check(record: Record) -> None:
     """Refuses books that index outside their tables, so that no reader has to."""
     num_modules, num_reftypes = len(record.modules), len(record.reftypes)
     for device in record.devices:
-        for name, book in (("usage", device.usage), ("step_peak", device.step_peak), ("active_peak", device.active_peak)):
+        for name, book in (
+            ("usage", device.usage),
+            ("step_peak", device.step_peak),
+            ("active_peak", device.active_peak),
+        ):
             if len(book) % CELL.size:
                 raise RecordError("books", f"{device.name} {name}: {len(book)} bytes are no whole number of cells")
             for module, reftype, num_bytes in CELL.iter_unpack(book):

@@ -1,0 +1,45 @@
+# Everything a developer or a curious user calls; `make` alone lists it. The environment is made on first use.
+
+SHELL := /bin/bash
+PYTHON ?= python3
+BIN := .venv/bin
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test slow lint format bench tools clean runtime dev
+
+help: ## List the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+demo: runtime ## Train a two-rank FSDP2 job, watched: make demo [STEPS=200] [RANKS=2]
+	@exec $(BIN)/python demo/run.py $(if $(STEPS),--steps $(STEPS)) $(if $(RANKS),--ranks $(RANKS))
+
+test: dev ## Run the quick tests
+	@$(BIN)/python -m pytest -m "not slow and not gpu"
+
+slow: dev ## Run the slow tests: whole jobs, servers, interrupted demos
+	@$(BIN)/python -m pytest -m "slow and not gpu"
+
+lint: dev ## Check style, formatting and types
+	@$(BIN)/python -m ruff check .
+	@$(BIN)/python -m ruff format --check .
+	@$(BIN)/python -m mypy
+	@$(BIN)/python -m mypy demo/*.py scripts/*.py
+
+format: dev ## Rewrite the sources in the one format
+	@$(BIN)/python -m ruff check --fix .
+	@$(BIN)/python -m ruff format .
+
+bench: dev ## Measure what watching costs: make bench [SHORT=1]
+	@set -e; for program in tests/bench/*.py; do \
+	    echo "== $$program"; $(BIN)/python "$$program" $(if $(SHORT),--short); \
+	done
+
+tools: ## Unpack the real Prometheus and promtool into .tools
+	@scripts/tools.sh
+
+clean: ## Remove everything that make has made here
+	rm -rf .venv .tools .demo .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist ./*.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+runtime dev:
+	@$(PYTHON) scripts/environment.py $@

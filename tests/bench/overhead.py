@@ -1,0 +1,173 @@
+"""What watching costs, two ways: ``python tests/bench/overhead.py [--pairs 100] [--short] [--json]``.
+
+By the clock: how much longer a step takes with torchmem than without, on a launch-bound FSDP2 job (width 128, 12
+layers, 2 ranks), from blocks of steps run in turn within one process; beside it torch's FSDPMemTracker, and the ratio
+of the bare job to itself, which is what the machine's noise makes of a true 1.
+By account: what a step asks of torchmem (allocator events, hook calls, labels) times what each costs alone, as a share
+of the step. The clock shows what nobody thought to count, the account what is too small for the clock.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import platform
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+import torchmem
+from jobs.account import Account, account
+from jobs.fsdp2 import fsdp2_job
+from jobs.interleave import Contestant, mean_over_ranks, ratio, time_rounds
+from jobs.ranks import run_ranks
+from jobs.torch_tracker import tracked
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from jobs.model import Job
+
+NUM_RANKS = 2
+DEPTH = 2
+COMPARED = ("bare again", "torchmem", "FSDPMemTracker")
+TRACKER_EVERY = 4
+"""FSDPMemTracker's ratio is far from 1, so a quarter of the pairs show it well enough."""
+NUM_ACCOUNT_STEPS = 30
+REFERENCE_STEP_SECONDS = 0.150
+
+
+class Plan(NamedTuple):
+    """What each rank is to measure."""
+
+    num_pairs: int
+    block_seconds: float
+    directory: str
+
+
+class Measured(NamedTuple):
+    """What one rank brings home."""
+
+    rounds: list[dict[str, float]]
+    bill: Account
+
+
+def nothing() -> None:
+    """What is done before a step when nobody watches."""
+
+
+@contextlib.contextmanager
+def unwatched(_job: Job) -> Iterator[Callable[[], None]]:
+    """The bare job."""
+    yield nothing
+
+
+@contextlib.contextmanager
+def by_tracker(job: Job) -> Iterator[Callable[[], None]]:
+    """torch's tracker, its module statistics cleared before each step, as it asks."""
+    with tracked(job) as tracker:
+        yield tracker.reset_mod_stats
+
+
+def measure(_rank: int, _world_size: int, plan: Plan) -> Measured:
+    """One rank's part; all ranks watch and unwatch in the same steps."""
+
+    @contextlib.contextmanager
+    def by_torchmem(job: Job) -> Iterator[Callable[[], None]]:
+        with torchmem.install(job.model, job.optimizer, dir=plan.directory, depth=DEPTH):
+            yield nothing
+
+    contestants = [
+        Contestant("bare", unwatched),
+        Contestant("bare again", unwatched),
+        Contestant("torchmem", by_torchmem),
+        Contestant("FSDPMemTracker", by_tracker, every=TRACKER_EVERY),
+    ]
+    job = fsdp2_job()
+    bill = account(job, NUM_ACCOUNT_STEPS, plan.directory, DEPTH)
+    return Measured(time_rounds(job, contestants, plan.num_pairs, plan.block_seconds), bill)
+
+
+def report(by_rank: list[Measured]) -> dict[str, Any]:
+    """Everything that is printed, ready for JSON."""
+    rounds = mean_over_ranks([measured.rounds for measured in by_rank])
+    bill = by_rank[0].bill
+    return {
+        "by_clock": {name: ratio(rounds, name, "bare")._asdict() for name in COMPARED},
+        "bare_step_seconds": statistics.median(times["bare"] for times in rounds),
+        "by_account": {
+            "items": [item._asdict() for item in bill.items],
+            "total_seconds": bill.total_seconds,
+            "step_seconds": bill.step_seconds,
+            "share": bill.total_seconds / bill.step_seconds,
+            "share_of_150_ms_step": bill.total_seconds / REFERENCE_STEP_SECONDS,
+            "published_seconds": bill.published_seconds,
+            "record_seconds": bill.record_seconds,
+        },
+        "environment": {
+            "cores": len(os.sched_getaffinity(0)),
+            "load_average": os.getloadavg()[0],
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+        },
+    }
+
+
+def show(result: dict[str, Any]) -> None:
+    """Prints the two tables."""
+    console = Console()
+    console.print(", ".join(f"{name} {value}" for name, value in result["environment"].items()))
+    clock = Table("by the clock", "step ratio", "95% interval", "pairs", title="step with / step without")
+    for name, interval in result["by_clock"].items():
+        bounds = f"{interval['low']:.4f} to {interval['high']:.4f}"
+        clock.add_row(name, f"{interval['median']:.4f}", bounds, str(interval["num_pairs"]))
+    console.print(clock, f"bare step: {1e3 * result['bare_step_seconds']:.1f} ms")
+    bill = result["by_account"]
+    table = Table("by account", title="what a step asks of torchmem")
+    for column in ("calls a step", "us each", "ms a step"):
+        table.add_column(column, justify="right")
+    for item in bill["items"]:
+        total = 1e3 * item["num_calls"] * item["seconds"]
+        table.add_row(item["name"], f"{item['num_calls']:.0f}", f"{1e6 * item['seconds']:.3f}", f"{total:.3f}")
+    table.add_row("total", "", "", f"{1e3 * bill['total_seconds']:.3f}")
+    console.print(table)
+    console.print(
+        f"{100 * bill['share']:.2f}% of this {1e3 * bill['step_seconds']:.1f} ms step,"
+        f" {100 * bill['share_of_150_ms_step']:.2f}% of a 150 ms step;"
+        f" torchmem itself publishes {1e3 * bill['published_seconds']:.3f} ms;"
+        f" beside it, on the publisher's thread, {1e3 * bill['record_seconds']:.2f} ms to make a record"
+    )
+
+
+def main() -> None:
+    """Reads the command line, runs the job, prints."""
+    parser = argparse.ArgumentParser(description="what watching costs, by the clock and by account")
+    parser.add_argument("--pairs", type=int, default=100, help="pairs of blocks, with and without (default: 100)")
+    parser.add_argument("--block-seconds", type=float, default=1.2, help="length of a block (default: 1.2)")
+    parser.add_argument("--short", action="store_true", help="ten short pairs: shows that it runs, measures little")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    options = parser.parse_args()
+    num_pairs, block_seconds = (10, 0.2) if options.short else (options.pairs, options.block_seconds)
+    # Four blocks a round at most, one of them by a tracker that is several times slower, and time to start.
+    timeout = 240 + num_pairs * (block_seconds + 1) * 8
+    with tempfile.TemporaryDirectory() as directory:
+        plan = Plan(num_pairs, block_seconds, directory)
+        result = report(run_ranks(measure, NUM_RANKS, plan, timeout=timeout))
+    if options.json:
+        print(json.dumps(result, indent=1))  # noqa: T201 - a program's output
+    else:
+        show(result)
+
+
+if __name__ == "__main__":
+    main()
