@@ -15,10 +15,11 @@ from typing import cast
 
 import torch
 import torch.distributed as dist
-import torchmem
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
+
+import torchmem
 
 VOCABULARY = 256
 CONTEXT = 128

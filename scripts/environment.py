@@ -1,3 +1,4 @@
+# ruff: noqa: INP001, T201 (a program, no package; it talks to its user)
 """Makes and keeps the checkout's own virtual environment: ``python3 scripts/environment.py runtime|dev``.
 
 ``runtime`` is what the demo needs (torch and torchmem with its exporter), ``dev`` adds what the tests need. A stamp in

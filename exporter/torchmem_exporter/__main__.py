@@ -1,9 +1,5 @@
-"""``python -m torchmem_exporter``: the same as the command ``torchmem-exporter``."""
-
-from __future__ import annotations
-
-import sys
+"""``python -m torchmem_exporter``: the sidecar without its installed command."""
 
 from torchmem_exporter.cli import main
 
-sys.exit(main())
+raise SystemExit(main())

@@ -98,9 +98,7 @@ class Judge:
     stale_after_seconds: float
     _lives: dict[RankKey, _Life] = field(default_factory=dict)
 
-    def judge(
-        self, sightings: Mapping[RankKey, Sighting], now: float, *, advance: bool
-    ) -> dict[RankKey, RankView]:
+    def judge(self, sightings: Mapping[RankKey, Sighting], now: float, *, advance: bool) -> dict[RankKey, RankView]:
         """The ranks to show, in the order of their keys.
 
         Args:

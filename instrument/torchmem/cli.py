@@ -124,7 +124,7 @@ def _show(arguments: argparse.Namespace) -> int:
     for line in found.unreadable:
         _complain(line)
     if not found.ranks:
-        if not found.unreadable:
+        if not found.unreadable or arguments.job is not None or arguments.rank is not None:
             _complain(_nothing(directory, arguments.job, arguments.rank))
         return 1
     book, by = show.Book(arguments.book), show.By(arguments.by)
@@ -144,7 +144,8 @@ def _show(arguments: argparse.Namespace) -> int:
 def _nothing(directory: Path, train_job: str | None, rank: int | None) -> str:
     wanted = f" of job {train_job!r}" if train_job is not None else ""
     wanted += f" of rank {rank}" if rank is not None else ""
-    return f"no records{wanted} under {directory}: is a job running with torchmem.install(...)? pass DIR or set TORCHMEM_DIR"
+    question = "is a job running with torchmem.install(...)?"
+    return f"no records{wanted} under {directory}: {question} set TORCHMEM_DIR or pass DIR"
 
 
 def _complain(line: str) -> None:

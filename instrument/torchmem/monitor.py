@@ -12,20 +12,17 @@ or the record's directory cannot be used, one warning says why and the job goes 
 from __future__ import annotations
 
 import os
-import platform
 import threading
 import time
-import uuid
 import warnings
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from torchmem import __version__, config
+from torchmem import config
 from torchmem.errors import BuildError, InstallError, StoreError
 from torchmem.model import REFTYPE_LABELS, Phase, RefType
+from torchmem.recorder import Step, device_books, identify, ring_columns
 from torchmem.wire import record as wire
 from torchmem.wire.publisher import Publisher
 from torchmem.wire.store import RankStore
@@ -41,17 +38,6 @@ _EMPTY_TOTALS = bytes(8 * len(RefType))
 
 _current: Monitor | None = None
 _install_lock = threading.Lock()
-
-
-@dataclass(frozen=True)
-class _Step:
-    """One row of the ring."""
-
-    number: int
-    ended_at: float
-    phases: int
-    devices: dict[int, tuple[bytes, bytes]]
-    """By device: totals by reftype at the peak and at the end, int64 little-endian."""
 
 
 def install(model: nn.Module, optimizer: Optimizer | None = None, **settings: Any) -> Monitor:
@@ -106,19 +92,21 @@ class Monitor:
         self._step_number = 0
         self._step_seconds = 0.0
         self._own_seconds = 0.0
-        self._ring: deque[_Step] = deque(maxlen=RING_STEPS)
+        self._ring: deque[Step] = deque(maxlen=RING_STEPS)
         self._facts: list[Any] = []
         self._facts_at = 0.0
         self._rotated_at = time.monotonic()
         self._publisher: Publisher | None = None
+        self._identity: wire.Identity | None = None
+        self._last: wire.Record | None = None
         self._pid = os.getpid()
         self._step_began = time.perf_counter()
         try:
             if settings.enabled:
                 self._start_engine(model, optimizer)
-            self._identity = self._identify(model)
+            self._identity = identify(self.settings.train_job, self._engine, model)
             if settings.enabled:
-                self._start_publisher()
+                self._start_publisher(self._identity.rank)
         except BaseException:
             self.close()  # half a monitor must not stay on the model
             raise
@@ -138,8 +126,8 @@ class Monitor:
         self._own_seconds += time.perf_counter() - began
 
     def snapshot(self) -> wire.Record:
-        """The current record: the books as of the end of the last step."""
-        return self._record(final=self._closed)
+        """The current record: the books as of the end of the last step; after ``close``, the last one."""
+        return self._last or self._record(final=False)
 
     def close(self) -> None:
         """Stops counting, publishes the last record, puts everything back; safe to call twice."""
@@ -152,6 +140,8 @@ class Monitor:
                 _current = None
         if self._publisher is not None:
             self._publisher.close()
+        if self._identity is not None:
+            self._last = self._record(final=True)
         self._stop_engine()
 
     # -- the engine
@@ -226,12 +216,12 @@ class Monitor:
             self._lose_engine(f"{type(error).__name__}: {error}")
 
     def _end_step(self, began: float, *, counts: bool = True) -> None:
-        if self._native is not None:
-            self._close_books(counts=counts)
         if counts:
             self._step_number += 1
             self._step_seconds += began - self._step_began
         self._step_began = began
+        if self._native is not None:
+            self._close_books(counts=counts)
 
     def _close_books(self, *, counts: bool) -> None:
         now = time.monotonic()
@@ -242,7 +232,7 @@ class Monitor:
         if counts:
             phases |= Phase.OPTIMIZER
             devices = {device: (at_peak, at_end) for device, _, _, at_peak, at_end in rows}
-            self._ring.append(_Step(self._step_number + 1, time.time(), phases, devices))
+            self._ring.append(Step(self._step_number, time.time(), phases, devices))
         if now - self._facts_at >= FACTS_INTERVAL_SECONDS or len(self._facts) != len(rows):
             self._facts_at = now
             self._refresh_facts(rows)
@@ -251,35 +241,22 @@ class Monitor:
         """Asks the devices now, while the books stand still: a remainder needs two counts of one moment."""
         import torch
 
-        from torchmem.engine.reconcile import device_facts
+        from torchmem.engine.reconcile import DeviceFacts, device_facts, device_name
 
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch's
             self._native.attach_cuda()
         num_ooms = self._native.counters()["num_ooms"]
-        self._facts = [device_facts(device, end, num_ooms) for device, _, end, _, _ in rows]
+        try:
+            self._facts = [device_facts(device, end, num_ooms) for device, _, end, _, _ in rows]
+        except Exception as error:  # noqa: BLE001  # a driver that will not answer costs its figures, not the books
+            self._lose_engine(f"device statistics: {type(error).__name__}: {error}")
+            self._facts = [DeviceFacts(name=device_name(device)) for device, *_ in rows]
 
     # -- the record, on any thread
 
-    def _identify(self, model: nn.Module) -> wire.Identity:
-        import torch
-
-        rank, local_rank, world_size = _ranks()
-        return wire.Identity(
-            train_job=self.settings.train_job,
-            rank=rank,
-            local_rank=local_rank,
-            world_size=world_size,
-            attempt=str(uuid.uuid4()),
-            pid=os.getpid(),
-            host=platform.node(),
-            start_time=time.time(),
-            engine=self._engine,
-            torch_version=str(torch.__version__),
-            torchmem_version=__version__,
-            mesh=_mesh_coordinates(model),
-        )
-
     def _record(self, *, final: bool) -> wire.Record:
+        if self._identity is None:
+            raise InstallError("the monitor was never installed: install() failed")
         counters = self._native.counters() if self._native is not None else {}
         return wire.Record(
             identity=self._identity,
@@ -292,10 +269,10 @@ class Monitor:
             ),
             modules=self._names,
             reftypes=list(REFTYPE_LABELS),
-            devices=self._devices(),
-            ring=_ring_columns(list(self._ring)),
+            devices=[] if self._native is None else device_books(self._facts, self._native.read_window()),
+            ring=ring_columns(list(self._ring)),
             labelers=self._labeler_states(),
-            counters=counters,
+            counters={**counters, "num_failed_writes": self._publisher.num_failed if self._publisher else 0},
         )
 
     def _tracker_seconds(self, counters: dict[str, int]) -> float:
@@ -307,30 +284,6 @@ class Monitor:
             seconds += counters["event_nanoseconds"] / 1e9 + counters["num_hook_calls"] * self._hook_seconds
         return seconds
 
-    def _devices(self) -> list[wire.Device]:
-        if self._native is None:
-            return []
-        return [
-            wire.Device(
-                name=facts.name,
-                usage=usage,
-                step_peak=step_peak,
-                active_peak=active_peak,
-                usage_bytes=usage_bytes,
-                step_peak_bytes=step_peak_bytes,
-                peak_bytes=peak_bytes,
-                unattributed_bytes=facts.unattributed_bytes,
-                limit_bytes=facts.limit_bytes,
-                other_bytes=facts.other_bytes,
-                model=facts.model,
-                uuid=facts.uuid,
-                allocator=facts.allocator,
-            )
-            for facts, (_, usage_bytes, step_peak_bytes, peak_bytes, usage, step_peak, active_peak) in zip(
-                self._facts, self._native.read_window(), strict=False
-            )
-        ]
-
     def _labeler_states(self) -> list[wire.Labeler]:
         states = [
             wire.Labeler(name=labeler.name, up=not labeler.hooks.failure, reason=labeler.hooks.failure)
@@ -338,9 +291,9 @@ class Monitor:
         ]
         return [wire.Labeler(name="engine", up=not self._engine_failure, reason=self._engine_failure), *states]
 
-    def _start_publisher(self) -> None:
+    def _start_publisher(self, rank: int) -> None:
         try:
-            store = RankStore(self.settings.dir, self.settings.train_job, self._identity.rank)
+            store = RankStore(self.settings.dir, self.settings.train_job, rank)
         except StoreError as error:
             warnings.warn(f"torchmem publishes nothing: {error}", RuntimeWarning, stacklevel=4)
             return
@@ -348,49 +301,3 @@ class Monitor:
             store, lambda final: wire.encode(self._record(final=final)), self.settings.publish_interval
         )
         self._publisher.start()
-
-
-def _ring_columns(steps: list[_Step]) -> wire.Ring:
-    import array
-
-    devices = sorted({device for step in steps for device in step.devices})
-    empty = (_EMPTY_TOTALS, _EMPTY_TOTALS)
-    return wire.Ring(
-        steps=array.array("q", [step.number for step in steps]).tobytes(),
-        ended_at=array.array("d", [step.ended_at for step in steps]).tobytes(),
-        phases=array.array("q", [step.phases for step in steps]).tobytes(),
-        devices=[
-            wire.RingDevice(
-                name="cpu" if device == 0 else f"cuda:{device - 1}",
-                step_peak=b"".join(step.devices.get(device, empty)[0] for step in steps),
-                step_end=b"".join(step.devices.get(device, empty)[1] for step in steps),
-            )
-            for device in devices
-        ],
-    )
-
-
-def _ranks() -> tuple[int, int, int]:
-    """(rank, local rank, world size), from torch.distributed, else the launcher's environment, else a lone process."""
-    import torch.distributed as dist
-
-    def number(name: str, default: int) -> int:
-        value = os.environ.get(name, "")
-        return int(value) if value.isdecimal() else default
-
-    if dist.is_available() and dist.is_initialized():
-        rank, world_size = dist.get_rank(), dist.get_world_size()
-    else:
-        rank, world_size = number("RANK", 0), number("WORLD_SIZE", 1)
-    return rank, number("LOCAL_RANK", rank), world_size
-
-
-def _mesh_coordinates(model: nn.Module) -> dict[str, int]:
-    """This rank's place along each named dimension of the mesh that the model's parameters lie on."""
-    for parameter in model.parameters():
-        mesh = getattr(parameter, "device_mesh", None)
-        names: Callable[..., Any] | None = getattr(mesh, "mesh_dim_names", None)
-        if names:
-            coordinate = mesh.get_coordinate()  # type: ignore[union-attr]  # a mesh, as it has names
-            return {} if coordinate is None else dict(zip(names, coordinate, strict=True))  # type: ignore[call-overload]  # as above
-    return {}

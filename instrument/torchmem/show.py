@@ -11,8 +11,8 @@ Limits: a snapshot of the records as they lie; whether a rank is stale is judged
 
 from __future__ import annotations
 
-import contextlib
 import enum
+import errno
 import math
 import os
 import time
@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 
 STALE_SECONDS = 30.0
 """A held rank whose record is older than this is stale."""
+
+NO_FOLDER = (errno.ENOTDIR, errno.ENOENT, errno.ELOOP)
+"""What opening an entry as a folder says when it is a file, has gone, or is a link that is not followed."""
 
 BAR_CELLS = 12
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
@@ -63,7 +66,7 @@ class RankView:
 
     record: Record
     state: str
-    """``running``, ``stale``, ``crashed`` or ``ended``."""
+    """``running``, ``stale``, ``crashed`` or ``exited``, as the sidecar has them."""
 
 
 @dataclass(frozen=True)
@@ -106,12 +109,15 @@ def read_ranks(directory: Path, train_job: str | None = None, rank: int | None =
     found = Found()
     try:
         root_fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except OSError:
+    except FileNotFoundError:
+        return found
+    except OSError as error:
+        found.unreadable.append(printable(f"{directory}: {error.strerror}"))
         return found
     try:
         # Whoever owns the directory could write anything into it, so root may read a user's records there.
-        allowed_uids = frozenset({os.geteuid(), os.fstat(root_fd).st_uid})
-        for folder, name, folder_fd in _record_files(root_fd):
+        allowed_uids = frozenset({os.geteuid(), 0, os.fstat(root_fd).st_uid})
+        for folder, name, folder_fd in _record_files(root_fd, found):
             _read_one(found, (folder, name, folder_fd), allowed_uids, (train_job, rank))
     finally:
         os.close(root_fd)
@@ -119,17 +125,21 @@ def read_ranks(directory: Path, train_job: str | None = None, rank: int | None =
     return found
 
 
-def _record_files(root_fd: int) -> Iterator[tuple[str, str, int]]:
-    """(folder, file name, the folder's descriptor) of every record; a folder that cannot be listed has none."""
+def _record_files(root_fd: int, found: Found) -> Iterator[tuple[str, str, int]]:
+    """(folder, file name, the folder's descriptor) of every record; a folder that cannot be listed is named."""
     yield from ((".", name, root_fd) for name in _record_names(root_fd))
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
     for folder in sorted(os.listdir(root_fd)):
-        with contextlib.suppress(OSError):
+        try:
             folder_fd = os.open(folder, flags, dir_fd=root_fd)
-            try:
-                yield from ((folder, name, folder_fd) for name in _record_names(folder_fd))
-            finally:
-                os.close(folder_fd)
+        except OSError as error:
+            if error.errno not in NO_FOLDER:
+                found.unreadable.append(printable(f"{folder}: {error.strerror}"))
+            continue
+        try:
+            yield from ((folder, name, folder_fd) for name in _record_names(folder_fd))
+        finally:
+            os.close(folder_fd)
 
 
 def _record_names(folder_fd: int) -> list[str]:
@@ -141,6 +151,8 @@ def _read_one(
 ) -> None:
     folder, name, folder_fd = file
     train_job, rank = wanted
+    # Before the record: a clean end between the two must not be taken for a crash.
+    held = is_held(folder_fd, lock_name(int(name.removeprefix("rank-").removesuffix(".record"))))
     try:
         data, _ = open_record_bytes(folder_fd, name, allowed_uids)
         record = decode(data)
@@ -150,13 +162,12 @@ def _read_one(
     identity = record.identity
     if train_job not in (None, identity.train_job, folder) or rank not in (None, identity.rank):
         return
-    held_name = lock_name(int(name.removeprefix("rank-").removesuffix(".record")))
-    found.ranks.append(RankView(record, _state(record, held=is_held(folder_fd, held_name))))
+    found.ranks.append(RankView(record, _state(record, held=held)))
 
 
 def _state(record: Record, *, held: bool) -> str:
     if record.clock.final:
-        return "ended"
+        return "exited"
     if not held:
         return "crashed"
     return "running" if time.time() - record.clock.written_at <= STALE_SECONDS else "stale"
@@ -195,6 +206,7 @@ def as_data(views: list[RankView], book: Book, by: By, top: int) -> list[dict[st
             "train_job": view.record.identity.train_job,
             "rank": view.record.identity.rank,
             "world_size": view.record.identity.world_size,
+            "attempt": view.record.identity.attempt,
             "host": view.record.identity.host,
             "pid": view.record.identity.pid,
             "state": view.state,
@@ -255,7 +267,7 @@ def draw(console: Console, views: list[RankView], book: Book, by: By, top: int) 
 def _rank_heading(view: RankView) -> Text:
     from rich.text import Text
 
-    identity, style = view.record.identity, "green" if view.state in ("running", "ended") else "red"
+    identity, style = view.record.identity, "green" if view.state in ("running", "exited") else "red"
     return Text.assemble(
         (f"{printable(identity.train_job)} rank {identity.rank}/{identity.world_size}", "bold"),
         f" on {printable(identity.host)}, pid {identity.pid}, step {view.record.clock.step}: ",

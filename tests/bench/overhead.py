@@ -111,7 +111,6 @@ def report(by_rank: list[Measured]) -> dict[str, Any]:
             "step_seconds": bill.step_seconds,
             "share": bill.total_seconds / bill.step_seconds,
             "share_of_150_ms_step": bill.total_seconds / REFERENCE_STEP_SECONDS,
-            "published_seconds": bill.published_seconds,
             "record_seconds": bill.record_seconds,
         },
         "environment": {
@@ -144,7 +143,6 @@ def show(result: dict[str, Any]) -> None:
     console.print(
         f"{100 * bill['share']:.2f}% of this {1e3 * bill['step_seconds']:.1f} ms step,"
         f" {100 * bill['share_of_150_ms_step']:.2f}% of a 150 ms step;"
-        f" torchmem itself publishes {1e3 * bill['published_seconds']:.3f} ms;"
         f" beside it, on the publisher's thread, {1e3 * bill['record_seconds']:.2f} ms to make a record"
     )
 

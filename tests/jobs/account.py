@@ -1,8 +1,8 @@
-"""What torchmem is asked to do in one step of an FSDP2 job, and what each of those things costs alone.
+"""What torchmem is asked to do in one step of an FSDP2 job, and what each of those things costs.
 
 Counted in real steps: allocator events, calls of watched modules' hooks, calls of the FSDP2 methods that are labelled,
-optimizer steps. An event is timed as the engine samples it while the job runs, a step's end as torchmem times it;
-everything else as what watching adds to a call that has nothing else to do. No profiler: it would inflate the bill.
+optimizer steps. Events and labels are timed where they happen, caches cold, as the engine samples and the labelers
+time them; a module's hook, too short for that, as what it adds to the call of a module that does nothing.
 Known limits: the publisher's thread is not in the bill: it does not run in the training thread.
 """
 
@@ -23,7 +23,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 import torchmem
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from jobs.model import Job
 
@@ -53,8 +53,6 @@ class Account(NamedTuple):
     items: list[Item]
     step_seconds: float
     """Of the step as it is, watched."""
-    published_seconds: float
-    """What torchmem itself says it took of a step."""
     record_seconds: float
     """To make the record that the publisher writes now and then, on its own thread."""
 
@@ -73,43 +71,36 @@ def account(job: Job, num_steps: int, directory: str, depth: int) -> Account:
         directory: where records go.
         depth: of the modules watched.
     """
-
-    @contextlib.contextmanager
-    def watched() -> Iterator[torchmem.Monitor]:
-        with torchmem.install(job.model, job.optimizer, dir=directory, depth=depth) as monitor:
-            yield monitor
-
     for _ in range(_NUM_WARM_STEPS):
         job.step()
     num_label_calls = _count_label_calls(job)
-    label_seconds = _label_seconds(job, watched)
-    with watched() as monitor:
+    with torchmem.install(job.model, job.optimizer, dir=directory, depth=depth) as monitor:
         for _ in range(_NUM_WARM_STEPS):
             job.step()
-        before, optimizer_before = monitor.snapshot(), _optimizer_seconds(monitor)
+        counters, labels = monitor.snapshot().counters, _label_seconds(monitor)
         start = time.perf_counter()
         for _ in range(num_steps):
             job.step()
         step_seconds = (time.perf_counter() - start) / num_steps
-        after, optimizer_after = monitor.snapshot(), _optimizer_seconds(monitor)
+        events = {name: number - counters[name] for name, number in monitor.snapshot().counters.items()}
+        labels = {name: seconds - labels[name] for name, seconds in _label_seconds(monitor).items()}
         record_seconds = _seconds(monitor.snapshot, num_calls=50)
-    spent = {name: after.counters[name] - number for name, number in before.counters.items()}
-    event_seconds = spent["event_nanoseconds"] / 1e9 / spent["num_events"]
+    num_events, num_hook_calls = events["num_events"], events["num_hook_calls"]
     items = [
-        Item("allocator events", spent["num_events"] / num_steps, event_seconds),
-        Item("module hooks", spent["num_hook_calls"] / num_steps, _hook_seconds(directory)),
-        *(Item(f"FSDP2 {name}", num_label_calls[name], label_seconds[name]) for name in LABELLED),
-        Item("optimizer hooks and the step's end", 1, (optimizer_after - optimizer_before) / num_steps),
+        Item("allocator events", num_events / num_steps, events["event_nanoseconds"] / 1e9 / num_events),
+        Item("module hooks", num_hook_calls / num_steps, _hook_seconds(directory)),
+        Item("root's inputs", 1, labels["module"] / num_steps),
+        Item("FSDP2 labels", num_label_calls, labels["fsdp2"] / num_steps / num_label_calls),
+        Item("optimizer labels and the step's end", 1, labels["optimizer"] / num_steps),
     ]
-    published_seconds = (after.clock.tracker_seconds - before.clock.tracker_seconds) / num_steps
-    return Account(items, step_seconds, published_seconds, record_seconds)
+    return Account(items, step_seconds, record_seconds)
 
 
-def _optimizer_seconds(monitor: torchmem.Monitor) -> float:
-    return next(labeler.hooks.seconds for labeler in monitor._labelers if labeler.name == "optimizer")
+def _label_seconds(monitor: torchmem.Monitor) -> dict[str, float]:
+    return {labeler.name: labeler.hooks.seconds for labeler in monitor._labelers}
 
 
-def _count_label_calls(job: Job) -> Counter[str]:
+def _count_label_calls(job: Job) -> int:
     counts: Counter[str] = Counter()
 
     def counting(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -125,20 +116,7 @@ def _count_label_calls(job: Job) -> Counter[str]:
             original = getattr(FSDPParamGroup, name)
             patches.enter_context(mock.patch.object(FSDPParamGroup, name, counting(name, original)))
         job.step()
-    return counts
-
-
-def _label_seconds(job: Job, watched: Callable[[], Any]) -> dict[str, float]:
-    """What a label adds to each of FSDP2's methods, called on a block's group when they have nothing to do."""
-    job.forward_backward(job.batch())  # sharded gradients, as after a real post-backward
-    group = job.model.get_submodule("layers.0")._get_fsdp_state()._fsdp_param_groups[0]  # type: ignore[operator,union-attr]
-    group.unshard()
-    group.wait_for_unshard()
-    added = {
-        name: _added_seconds(lambda name=name: getattr(group, name)(), watched, num_calls=500) for name in LABELLED
-    }
-    job.optimizer.zero_grad()
-    return added
+    return counts.total()
 
 
 def _hook_seconds(directory: str) -> float:

@@ -33,6 +33,11 @@ class DeviceFacts:
     allocator: Allocator = Allocator()  # noqa: RUF009  # frozen
 
 
+def device_name(device: int) -> str:
+    """Torch's name of a device in the engine's numbering: 0 is the CPU, 1 + i ``cuda:i``."""
+    return "cpu" if device == 0 else f"cuda:{device - 1}"
+
+
 def device_facts(device: int, booked_bytes: int, num_ooms: int) -> DeviceFacts:
     """Facts of a device in the engine's numbering: 0 is the CPU, 1 + i ``cuda:i``.
 
@@ -44,7 +49,7 @@ def device_facts(device: int, booked_bytes: int, num_ooms: int) -> DeviceFacts:
     if device == 0:
         resident = _resident_bytes()
         return DeviceFacts(
-            name="cpu",
+            name=device_name(device),
             limit_bytes=_host_limit_bytes(),
             other_bytes=None if resident is None else max(0, resident - booked_bytes),
             allocator=Allocator(num_ooms=num_ooms),
@@ -64,7 +69,7 @@ def _cuda_facts(index: int, booked_bytes: int) -> DeviceFacts:
 
     reserved = current("reserved_bytes")
     return DeviceFacts(
-        name=f"cuda:{index}",
+        name=device_name(1 + index),
         model=properties.name,
         uuid=str(getattr(properties, "uuid", "")),
         limit_bytes=total,

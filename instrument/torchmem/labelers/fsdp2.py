@@ -19,7 +19,8 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -90,10 +91,12 @@ class Fsdp2Labeler:
             raise AttributeError(f"FSDPParamGroup of torch {torch.__version__} has no {', '.join(missing)}")
         for group in self._groups:
             self._adopt_unsharded(group)
-        for target in (FSDPParamGroup, *self._groups):
-            for name in _GROUP_METHODS:
-                if target is FSDPParamGroup or name in vars(target):
-                    self.hooks.patch(target, name, getattr(self, f"_before_{name}"), getattr(self, f"_after_{name}"))
+        for name in _GROUP_METHODS:
+            before, after = getattr(self, f"_before_{name}"), getattr(self, f"_after_{name}")
+            self.hooks.patch(FSDPParamGroup, name, before, after)
+            for group in self._groups:
+                if name in vars(group):  # already bound: it is called without the group
+                    self.hooks.patch(group, name, partial(before, group), partial(_with_group, after, group))
 
     def detach(self) -> None:
         """Takes the patches off."""
@@ -171,6 +174,10 @@ class Fsdp2Labeler:
                 for tensor in plain_tensors(accumulated):
                     owner = _owner_of(parameter, self._owners)
                     self._native.relabel(tensor._cdata, owner, RefType.UNSHARDED_GRADIENT)  # noqa: SLF001  # as above
+
+
+def _with_group(after: Callable[..., None], group: Any, depth: int, *args: Any) -> None:
+    after(depth, group, *args)
 
 
 def _owner_of(fsdp_param: Any, owners: OwnerTable) -> int:

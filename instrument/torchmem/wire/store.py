@@ -1,7 +1,7 @@
 """Where records lie and who may write them: one file and one lock per rank.
 
     <directory>/<folder of the job>/rank-<N>.record    replaced atomically, never written in place
-    <directory>/<folder of the job>/rank-<N>.lock      POSIX-locked for the life of the writer; its content means nothing
+    <directory>/<folder of the job>/rank-<N>.lock      POSIX-locked for the life of the writer; empty
 
 A POSIX ``fcntl`` lock belongs to the process, so the kernel frees it when the trainer is killed even while forked
 workers, which inherit its descriptors, live on (a ``flock`` would stay with them), and it is seen across containers,

@@ -1,0 +1,45 @@
+"""Fixtures and rules for all tests: the real servers, and what needs a GPU."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+TOOLS = Path(__file__).resolve().parent.parent / ".tools" / "usr" / "bin"
+
+
+def pytest_collection_modifyitems(items):
+    """Skips the tests marked ``gpu`` where there is none; torch is imported for their sake only."""
+    on_gpu = [item for item in items if item.get_closest_marker("gpu")]
+    if not on_gpu:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in on_gpu:
+            item.add_marker(pytest.mark.skip(reason="torch has no CUDA device here"))
+
+
+def find_tool(name):
+    """Path of a real server's binary; without one the test is skipped, but fails where it must be there."""
+    path = shutil.which(name, path=str(TOOLS)) or shutil.which(name)
+    if path:
+        return path
+    if os.environ.get("CI") or os.environ.get("TORCHMEM_REQUIRE_TOOLS") == "1":
+        pytest.fail(f"{name} is missing: `make tools` unpacks it")
+    pytest.skip(f"{name} is missing: `make tools` unpacks it")
+
+
+@pytest.fixture(scope="session")
+def promtool():
+    """Path of promtool."""
+    return find_tool("promtool")
+
+
+@pytest.fixture(scope="session")
+def prometheus():
+    """Path of Prometheus."""
+    return find_tool("prometheus")

@@ -1,0 +1,155 @@
+"""The state machine of a rank, with a clock that only the test moves and locks that are real."""
+
+from __future__ import annotations
+
+import pytest
+from records import WRITTEN_AT, leave, living, make_record
+from sidecars import Clock
+
+from torchmem.wire.record import encode
+from torchmem_exporter.reader import Reader
+from torchmem_exporter.states import State
+
+
+@pytest.fixture
+def clock():
+    return Clock(WRITTEN_AT + 1)
+
+
+@pytest.fixture
+def reader(tmp_path, clock):
+    return Reader(tmp_path, 60.0, clock)
+
+
+def shown(reader, *, advance=True):
+    """Rank -> (state, has memory) of one scrape."""
+    views = reader.read(advance=advance).ranks
+    return {view.record.identity.rank: (view.state, view.has_memory) for view in views}
+
+
+def test_running(reader, tmp_path):
+    """A healthy rank would not be shown as one."""
+    with living(tmp_path, make_record(0), make_record(1)):
+        assert shown(reader) == {0: (State.RUNNING, True), 1: (State.RUNNING, True)}
+
+
+def test_stale_then_without_memory_then_running_again(reader, tmp_path, clock):
+    """A rank that hangs would seem healthy, or its old figures would stay for ever."""
+    with living(tmp_path, make_record()) as (store,):
+        clock.now = WRITTEN_AT + 60
+        assert shown(reader) == {0: (State.RUNNING, True)}
+        clock.now = WRITTEN_AT + 60.5
+        assert shown(reader) == {0: (State.STALE, True)}
+        clock.now = WRITTEN_AT + 600
+        assert shown(reader) == {0: (State.STALE, True)}
+        clock.now = WRITTEN_AT + 601
+        assert shown(reader) == {0: (State.STALE, False)}
+        store.write(encode(make_record(written_at=clock.now)))
+        assert shown(reader) == {0: (State.RUNNING, True)}
+
+
+def test_crash_is_shown_for_a_quarter_of_an_hour(reader, tmp_path, clock):
+    """A crash would pass unseen between scrapes, or its memory would seem to be held still."""
+    with living(tmp_path, make_record()):
+        clock.now = WRITTEN_AT + 300
+        assert shown(reader) == {0: (State.STALE, True)}
+    for age in (0, 1, 900):
+        clock.now = WRITTEN_AT + 300 + age
+        assert shown(reader) == {0: (State.CRASHED, False)}
+    clock.now += 1
+    assert shown(reader) == {}
+
+
+def test_crash_before_the_sidecar_started_counts_from_the_last_record(tmp_path):
+    """A restarted sidecar would report every crash of the past again."""
+    leave(tmp_path, make_record())
+    assert shown(Reader(tmp_path, 60.0, Clock(WRITTEN_AT + 899))) == {0: (State.CRASHED, False)}
+    assert shown(Reader(tmp_path, 60.0, Clock(WRITTEN_AT + 901))) == {}
+
+
+def test_exit_is_shown_for_two_scrapes(reader, tmp_path):
+    """The last figures of a short job would be lost, or those of an ended one kept."""
+    with living(tmp_path, make_record()) as (store,):
+        shown(reader)
+        store.write(encode(make_record(final=True)))
+    assert [shown(reader, advance=advance) for advance in (False, True, False, True, True)] == [
+        {0: (State.EXITED, True)},
+        {0: (State.EXITED, True)},
+        {0: (State.EXITED, True)},
+        {0: (State.EXITED, True)},
+        {},
+    ]
+
+
+def test_exit_long_ago_is_not_shown(tmp_path):
+    """A restarted sidecar would show all jobs that ever ran on the host."""
+    leave(tmp_path, make_record(final=True))
+    assert shown(Reader(tmp_path, 60.0, Clock(WRITTEN_AT + 899))) == {0: (State.EXITED, True)}
+    assert shown(Reader(tmp_path, 60.0, Clock(WRITTEN_AT + 901))) == {}
+
+
+def test_exit_counts_even_while_the_lock_is_held(reader, tmp_path):
+    """A rank that has said goodbye would be called stale while its process winds up."""
+    with living(tmp_path, make_record(final=True)):
+        assert shown(reader) == {0: (State.EXITED, True)}
+
+
+def test_new_attempt_in_the_same_file(reader, tmp_path):
+    """A restarted rank would stay hidden behind the one that ended before it."""
+    leave(tmp_path, make_record(attempt="first", final=True))
+    assert [bool(shown(reader)) for _ in range(3)] == [True, True, False]
+    with living(tmp_path, make_record(attempt="second", start_time=WRITTEN_AT)):
+        assert shown(reader) == {0: (State.RUNNING, True)}
+    assert shown(reader) == {0: (State.CRASHED, False)}
+
+
+@pytest.mark.parametrize("folders", [("older", "newer"), ("z-older", "a-newer")])
+def test_newer_attempt_replaces_the_older_wherever_it_lies(reader, tmp_path, folders):
+    """The same rank would be shown twice, and Prometheus refuse one of them at random."""
+    older, newer = folders
+    leave(tmp_path, make_record(train_job=newer, attempt="new", start_time=WRITTEN_AT))
+    (tmp_path / newer / "rank-0.record").write_bytes(encode(make_record(attempt="new", start_time=WRITTEN_AT)))
+    with living(tmp_path, make_record(train_job=older)) as (store,):
+        store.write(encode(make_record(attempt="old")))
+        (view,) = reader.read().ranks
+    assert view.record.identity.attempt == "new"
+
+
+def test_copy_of_a_record_does_not_hide_the_living(reader, tmp_path):
+    """A backup of the directory beside the original would make a healthy rank seem dead."""
+    with living(tmp_path, make_record()) as (store,):
+        copy = tmp_path / "zz-backup"
+        copy.mkdir()
+        (copy / "rank-0.record").write_bytes(store.path.read_bytes())
+        assert shown(reader) == {0: (State.RUNNING, True)}
+
+
+def test_unreadable_record_leaves_a_stale_rank(reader, tmp_path, clock):
+    """A damaged record would seem fresh, or take the rank's last good figures with it."""
+    with living(tmp_path, make_record()) as (store,):
+        assert shown(reader) == {0: (State.RUNNING, True)}
+        store.write(b"garbage" * 10)
+        assert shown(reader) == {0: (State.STALE, True)}
+        clock.now = WRITTEN_AT + 601
+        assert shown(reader) == {0: (State.STALE, False)}
+        store.write(encode(make_record(written_at=clock.now)))
+        assert shown(reader) == {0: (State.RUNNING, True)}
+        store.write(b"garbage" * 10)
+    assert shown(reader) == {0: (State.CRASHED, False)}
+
+
+def test_rank_whose_record_is_removed_is_dropped(reader, tmp_path):
+    """A rank whose files were cleaned away would be shown for ever."""
+    with living(tmp_path, make_record(0), make_record(1)) as (store, _):
+        assert sorted(shown(reader)) == [0, 1]
+        store.path.unlink()
+        assert sorted(shown(reader)) == [1]
+
+
+def test_books_of_ranks_no_longer_shown_are_forgotten(reader, tmp_path, clock):
+    """The records of all jobs that ever ran on the host would pile up in the sidecar's memory."""
+    leave(tmp_path, make_record())
+    assert shown(reader) == {0: (State.CRASHED, False)}
+    clock.now = WRITTEN_AT + 1000
+    assert shown(reader) == {}
+    assert [file.record.devices for file in reader._files.values()] == [[]]
