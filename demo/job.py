@@ -36,7 +36,7 @@ class Demo:
         self._num_steps = num_steps
         self._num_ranks = num_ranks
         self._metrics = ""
-        """The last scrape in which rank 0 had its books."""
+        """The last scrape that found rank 0 running."""
 
     def run(self) -> None:
         """From nothing to the last table.
@@ -55,7 +55,7 @@ class Demo:
         ranks = self._start_ranks(rendezvous_port)
         with progress(self._num_steps) as shown:
             self._follow(ranks, sidecar, shown)
-        self._report(sidecar, prometheus)
+        self._report(prometheus)
 
     def _start_prometheus(self, target: str, port: int) -> Prometheus | None:
         program = find_prometheus()
@@ -111,18 +111,19 @@ class Demo:
                 raise DemoError(f"no step within {STALL_SECONDS:.0f} s after step {step}")
 
     def _scrape(self, sidecar: Sidecar) -> None:
-        """Keeps the latest metrics that rank 0 is in; a finished rank's series end."""
+        """Keeps the metrics while rank 0 runs; a finished rank's series end."""
         metrics = sidecar.scrape()
-        if metrics is not None and report.rank_peak_bytes(metrics) is not None:
+        if metrics is not None and report.rank_is_up(metrics):
             self._metrics = metrics
 
-    def _report(self, sidecar: Sidecar, prometheus: Prometheus | None) -> None:
-        self._scrape(sidecar)
+    def _report(self, prometheus: Prometheus | None) -> None:
         if not self._metrics:
             raise DemoError("the sidecar never showed rank 0's memory")
-        say("\nFrom /metrics:\n" + report.excerpt(self._metrics))
+        say("\nFrom /metrics, rank 0 shortly before its end:\n" + report.excerpt(self._metrics))
         if prometheus is not None:
-            say("\nFrom Prometheus, who held most of rank 0 (bytes):\n" + report.holders(self._supervisor, prometheus))
+            say(
+                "\nFrom Prometheus, who held most of rank 0, in bytes:\n" + report.holders(self._supervisor, prometheus)
+            )
         say("\nFrom `torchmem show`:")
         command = [console_script("torchmem"), "show", str(self._records)]
         # A session of its own: a Ctrl-C is the demo's to handle.

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from torchmem_exporter import server
 from torchmem_exporter.reader import Reader
-from torchmem_exporter.server import Application
 
 DEADLINE_SECONDS = 20.0
 
@@ -48,7 +48,7 @@ class Reply:
 def application(directory, clock=time.time, stale_after=60.0):
     """An application over a directory; a scrape takes exactly a quarter of a second by its timer."""
     ticks = iter(range(1_000_000))
-    return Application(Reader(directory, stale_after, clock), timer=lambda: next(ticks) / 4)
+    return server.application(Reader(directory, stale_after=stale_after, clock=clock), lambda: next(ticks) / 4)
 
 
 def ask(app, path="/metrics", method="GET", **headers):
@@ -128,7 +128,7 @@ def running(directory, *arguments, listen="127.0.0.1:0"):
     process = subprocess.Popen(line, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=write_end)
     os.close(write_end)
     try:
-        with open(read_end, encoding="utf-8") as errors:
+        with os.fdopen(read_end, encoding="utf-8") as errors:
             if not select.select([errors], [], [], DEADLINE_SECONDS)[0]:
                 raise TimeoutError("the sidecar said nothing")
             first_line = errors.readline()

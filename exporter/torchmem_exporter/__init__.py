@@ -1,3 +1,3 @@
 """The sidecar: publishes what the ranks of this host hold, from the records they leave; never imports torch."""
 
-__version__ = "0.1.0"
+from torchmem import __version__ as __version__  # the library and its sidecar are released together

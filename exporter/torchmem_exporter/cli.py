@@ -10,6 +10,7 @@ import contextlib
 import os
 import signal
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -44,6 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(f"torchmem-exporter: {error}", file=sys.stderr)
         return 2
+    if any(not thread.daemon for thread in threading.enumerate() if thread is not threading.main_thread()):
+        os._exit(0)  # a worker that waits for a client which does not read: nothing is lost with it
     return 0
 
 
@@ -68,13 +71,16 @@ def run(config: ValidatedConfig) -> None:
     """Serves until SIGTERM or SIGINT.
 
     Raises:
-        ConfigError: the address cannot be listened on.
+        ConfigError: the address cannot be listened on, or a library is missing.
         RuntimeError: the server died.
     """
     with _signals_held():
         # Only now: a Ctrl-C during the imports is held too, and so ends the process without a traceback.
-        from torchmem_exporter.reader import Reader
-        from torchmem_exporter.server import application, serving
+        try:
+            from torchmem_exporter.reader import Reader
+            from torchmem_exporter.server import application, serving
+        except ModuleNotFoundError as error:
+            raise ConfigError(f"{error.name} is not installed: pip install 'torchmem[exporter]'") from None
 
         reader = Reader(config.directory, stale_after=config.stale_after)
         with serving(application(reader), config.host, config.port) as server:

@@ -1,7 +1,7 @@
 """The page at ``/``: what is served, and which ranks are seen in what state.
 
 Invariants: self-contained; every text that comes from a record is escaped; at most ``MAX_PAGE_BYTES``, whatever the
-number of ranks and the length of their names.
+number of ranks and the length of their names; what needs attention comes first.
 """
 
 from __future__ import annotations
@@ -12,12 +12,14 @@ from pathlib import Path
 
 from torchmem_exporter import __version__
 from torchmem_exporter.labels import clean_label
+from torchmem_exporter.lifecycle import State
 from torchmem_exporter.reader import Rank, Snapshot
 
 MAX_PAGE_BYTES = 20_000
 _MAX_RANKS_BYTES = 11_000
 _MAX_REJECTIONS_BYTES = 4_000
 _KIBI = 1024
+_URGENCY = (State.CRASHED, State.STALE, State.RUNNING, State.EXITED)
 
 _HEAD = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
@@ -36,8 +38,8 @@ def page(snapshot: Snapshot, directory: Path) -> bytes:
     """The page for what a scan of the directory found."""
     parts = [
         _HEAD,
-        f"<h1>torchmem-exporter</h1><p>Version {escape(__version__)}, serving the records in"
-        f" <code>{escape(clean_label(str(directory)))}</code>.</p>",
+        f"<h1>torchmem-exporter</h1><p>Version {escape(__version__)}, serving the records in <code>",
+        f"{_text(str(directory))}</code>.</p>",
         '<nav><a href="/metrics">Metrics</a><a href="/healthz">Health</a><a href="/readyz">Readiness</a></nav>',
     ]
     if snapshot.problem:
@@ -51,14 +53,17 @@ def page(snapshot: Snapshot, directory: Path) -> bytes:
 def _ranks(snapshot: Snapshot) -> str:
     if not snapshot.ranks:
         return "<p>No rank has left a record.</p>"
-    head = "<thead><tr><th>Job<th class=n>Rank<th>Host<th>State<th class=n>Step<th class=n>Peak<th class=n>Record age</thead>"
-    rows = _bounded((_rank_row(rank, snapshot.taken_at) for rank in snapshot.ranks), _MAX_RANKS_BYTES, num_columns=7)
-    return f"<table><caption>Ranks: {len(snapshot.ranks)}</caption>{head}<tbody>{rows}</tbody></table>"
+    columns = "<th>Job<th class=n>Rank<th>Host<th>State<th class=n>Step<th class=n>Peak<th class=n>Record age"
+    ranks = sorted(snapshot.ranks, key=lambda rank: _URGENCY.index(rank.state))
+    rows = _bounded((_rank_row(rank, snapshot.taken_at) for rank in ranks), _MAX_RANKS_BYTES, num_columns=7)
+    head = f"<caption>Ranks: {len(snapshot.ranks)}</caption><thead><tr>{columns}</thead>"
+    return f"<table>{head}<tbody>{rows}</tbody></table>"
 
 
 def _rank_row(rank: Rank, now: float) -> str:
     identity, clock = rank.record.identity, rank.record.clock
-    peaks = ", ".join(f"{device.name}: {readable_bytes(device.peak_bytes)}" for device in rank.record.devices)
+    devices = rank.record.devices if rank.has_memory else []
+    peaks = ", ".join(f"{device.name}: {readable_bytes(device.peak_bytes)}" for device in devices)
     state = rank.state.value
     return (
         f"<tr><td>{_text(identity.train_job)}<td class=n>{identity.rank}<td>{_text(identity.host)}"

@@ -67,12 +67,15 @@ class Life:
         if state is State.EXITED:
             self.num_scrapes_since_exit += 1
 
-    def judge(self, clock: Clock, *, is_held: bool, now: float, stale_after: float) -> Verdict | None:
+    def judge(
+        self, clock: Clock, *, is_held: bool, is_readable: bool, now: float, stale_after: float
+    ) -> Verdict | None:
         """The attempt's state; None once there is nothing left to expose.
 
         Args:
-            clock: of its last record.
+            clock: of its last record that could be read.
             is_held: whether a process holds the rank's lock.
+            is_readable: whether that is what the file holds now; freshness is earned by reading only.
             now: Unix seconds.
             stale_after: seconds after which a live rank's record counts as old.
         """
@@ -81,7 +84,7 @@ class Life:
             return self._judge_exited(age)
         if is_held and self.ended_at is None:
             self.was_seen_alive = True
-            if age <= stale_after:
+            if is_readable and age <= stale_after:
                 return Verdict(State.RUNNING, has_memory=True)
             return Verdict(State.STALE, has_memory=age <= KEEP_STALE_MEMORY_SECONDS)
         if self.ended_at is None:

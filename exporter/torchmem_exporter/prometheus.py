@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterable
 from functools import lru_cache
 from typing import NamedTuple
 
-from prometheus_client.exposition import choose_encoder
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, choose_encoder
+from prometheus_client.openmetrics.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.utils import floatToGoString
 
 from torchmem_exporter.catalog import Kind, Metric, unit_word
@@ -28,9 +29,16 @@ class Format(NamedTuple):
 
 
 def negotiate(accept: str) -> Format:
-    """The format for an ``Accept`` header; Prometheus' own where it asks for nothing we know."""
-    _, content_type = choose_encoder(accept)
-    return Format(content_type, content_type.startswith("application/openmetrics-text"))
+    """The format for an ``Accept`` header; Prometheus' own where it asks for nothing we know, or makes no sense.
+
+    Newer versions and escapings of a format may be asked for: the names here are plain, so the first version says all.
+    """
+    try:
+        _, content_type = choose_encoder(accept)
+    except (TypeError, ValueError):
+        content_type = CONTENT_TYPE_PLAIN_0_0_4
+    is_openmetrics = content_type.startswith("application/openmetrics-text")
+    return Format(CONTENT_TYPE_LATEST if is_openmetrics else CONTENT_TYPE_PLAIN_0_0_4, is_openmetrics)
 
 
 def render(families: Iterable[Family], *, is_openmetrics: bool) -> bytes:
@@ -61,11 +69,15 @@ def _header(metric: Metric, *, is_openmetrics: bool) -> bytes:
 def _line_writer(metric: Metric) -> Callable[[tuple[str, ...], float], str]:
     """A function from label values and a value to a line, with labels in alphabetical order."""
     if not metric.labels:
-        return lambda _labels, value: f"{metric.prometheus_name} {floatToGoString(value)}\n"
+        return lambda _labels, value: f"{metric.prometheus_name} {_number(value)}\n"
     pairs = sorted((name, position) for position, name in enumerate(metric.labels))
     braces = ",".join(f'{name}="{{{position}}}"' for name, position in pairs)
     template = f"{metric.prometheus_name}{{{{{braces}}}}} {{{len(pairs)}}}\n".format
-    return lambda labels, value: template(*map(_escape, labels), floatToGoString(value))
+    return lambda labels, value: template(*map(_escape, labels), _number(value))
+
+
+def _number(value: float) -> str:
+    return str(floatToGoString(value))  # type: ignore[no-untyped-call]  # the library types only part of itself
 
 
 @lru_cache(maxsize=1 << 14)

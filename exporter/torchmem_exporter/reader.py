@@ -4,7 +4,8 @@
 
 Invariants: nothing that lies in the directory (a FIFO, a link, a bomb, garbage, a vanishing file) blocks a scan, raises
 or costs another rank; each is a ``Rejection`` with a reason. A rank that is exposed has a record that parsed and whose
-books add up. An unchanged file is not decoded again. No two ranks exposed share job and rank.
+books add up; one whose record can no longer be read keeps the last that could, as stale. An unchanged file is not
+decoded again. No two ranks exposed share job and rank.
 
 Known limits: a missing directory is no error, since no job may have run yet, but it is a ``problem``; a record whose
 owner may not be read by this user is rejected on every scan.
@@ -94,12 +95,17 @@ class Snapshot:
 
 @dataclass
 class _Entry:
-    """What is remembered of one record file."""
+    """What is remembered of one record file: its last readable content, and what is wrong with the present one."""
 
     fingerprint: tuple[int, ...]
     life: Life | None = None
     record: Record | None = None
     error: RecordError | None = None
+
+    @property
+    def may_pass(self) -> bool:
+        """Whether the error may go away with the file unchanged, as a lack of descriptors does."""
+        return self.error is not None and self.error.reason == "open"
 
 
 class Reader:
@@ -184,7 +190,7 @@ class _Scan:
             with _descriptor(os.open(folder, _FOLDER_FLAGS, dir_fd=base_fd)) as dir_fd:
                 if os.fstat(dir_fd).st_uid not in uids:
                     raise RecordError("uid", "the folder belongs to another user")
-                for name in sorted(filter(RECORD_NAME.fullmatch, os.listdir(dir_fd))):
+                for name in sorted(filter(RECORD_NAME.fullmatch, os.listdir(dir_fd))):  # noqa: PTH208  # no path leads to a descriptor
                     self._scan_record(dir_fd, folder, name, uids)
         except RecordError as error:
             self.rejections.append(Rejection(folder, error.reason, str(error)))
@@ -209,7 +215,13 @@ class _Scan:
             return
         # Asked again: who has just started may have locked and written since.
         held = was_held or (not entry.record.clock.final and is_held(dir_fd, lock_name(rank)))
-        verdict = entry.life.judge(entry.record.clock, is_held=held, now=self.now, stale_after=self._stale_after)
+        verdict = entry.life.judge(
+            entry.record.clock,
+            is_held=held,
+            is_readable=entry.error is None,
+            now=self.now,
+            stale_after=self._stale_after,
+        )
         if verdict is None:
             entry.record = None  # nothing of it will be shown again: jobs of weeks must not pile up in memory
             return
@@ -226,12 +238,14 @@ class _Scan:
             raise RecordError("open", str(error.strerror)) from None
         fingerprint = (status.st_ino, status.st_mtime_ns, status.st_ctime_ns, status.st_size)
         known = self._remembered.get((folder, name))
-        if known is not None and known.fingerprint == fingerprint:
+        if known is not None and known.fingerprint == fingerprint and not known.may_pass:
             return known
         try:
             record = _read(dir_fd, name, status, uids)
         except RecordError as error:
-            return _Entry(fingerprint, life=known.life if known else None, error=error)
+            if known is None:
+                return _Entry(fingerprint, error=error)
+            return _Entry(fingerprint, life=known.life, record=known.record, error=error)
         life = known.life if known else None
         if life is None or life.attempt != record.identity.attempt:
             life = Life(record.identity.attempt)

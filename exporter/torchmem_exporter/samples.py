@@ -34,10 +34,16 @@ class Family:
     samples: tuple[Sample, ...]
 
 
-def scrape(reader: Reader, timer: Callable[[], float]) -> Iterator[Family]:
-    """Everything one scrape exposes; the last family, made when the others have been used, is how long that took."""
+def scrape(reader: Reader, timer: Callable[[], float], *, is_scrape: bool = True) -> Iterator[Family]:
+    """Everything one scrape exposes; the last family, made when the others have been used, is how long that took.
+
+    Args:
+        reader: of the directory to expose.
+        timer: seconds.
+        is_scrape: whether the samples go to a monitoring system, see ``Reader.scan``.
+    """
     began = timer()
-    yield from families(reader.scan(is_scrape=True))
+    yield from families(reader.scan(is_scrape=is_scrape))
     yield Family(catalog.SCRAPE_DURATION, (Sample((), timer() - began),))
 
 
@@ -128,7 +134,7 @@ def _add_modules(book: _Book, labels: tuple[str, ...], device: Device, modules: 
 
 
 def _add_jobs(book: _Book, ranks: Iterable[Rank]) -> None:
-    """What is said once for several ranks: of those that disagree about their job's size, the latest started is right."""
+    """What is said once for several ranks: where they disagree about their job's size, the latest started is right."""
     identities = sorted((rank.record.identity for rank in ranks), key=lambda identity: identity.start_time)
     world_sizes = {clean_label(identity.train_job): identity.world_size for identity in identities}
     for train_job, world_size in sorted(world_sizes.items()):

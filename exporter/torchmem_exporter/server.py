@@ -12,7 +12,6 @@ import contextlib
 import gzip
 import logging
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -32,9 +31,12 @@ if TYPE_CHECKING:
 NUM_WORKERS = 8
 TIMEOUT_SECONDS = 5
 SHUTDOWN_SECONDS = 0.3
+STOP_SECONDS = 0.7
 MAX_HEADER_BYTES = 16 << 10
 
 _TEXT = "text/plain; charset=utf-8"
+
+logger = logging.getLogger("torchmem_exporter")
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,8 @@ def application(reader: Reader, timer: Callable[[], float] = time.perf_counter) 
 
     def metrics(environ: WSGIEnvironment) -> Response:
         form = prometheus.negotiate(environ.get("HTTP_ACCEPT", ""))
-        body = prometheus.render(samples.scrape(reader, timer), is_openmetrics=form.is_openmetrics)
+        found = samples.scrape(reader, timer, is_scrape=environ["REQUEST_METHOD"] == "GET")
+        body = prometheus.render(found, is_openmetrics=form.is_openmetrics)
         headers = [("Vary", "Accept, Accept-Encoding")]
         if accepts_gzip(environ.get("HTTP_ACCEPT_ENCODING", "")):
             body = gzip.compress(body, compresslevel=1, mtime=0)
@@ -69,7 +72,11 @@ def application(reader: Reader, timer: Callable[[], float] = time.perf_counter) 
 
     def readyz(_environ: WSGIEnvironment) -> Response:
         problem = reader.scan(is_scrape=False).problem
-        return Response(f"{problem}\n".encode(), "503 Service Unavailable") if problem else Response(b"ok\n")
+        return (
+            Response(f"{problem}\n".encode(errors="replace"), "503 Service Unavailable")
+            if problem
+            else Response(b"ok\n")
+        )
 
     def index(_environ: WSGIEnvironment) -> Response:
         page = landing.page(reader.scan(is_scrape=False), reader.directory)
@@ -79,15 +86,25 @@ def application(reader: Reader, timer: Callable[[], float] = time.perf_counter) 
     routes = {"/": index, "/metrics": metrics, "/healthz": healthz, "/readyz": readyz}
 
     def respond(environ: WSGIEnvironment) -> Response:
-        route = routes.get(environ["PATH_INFO"])
+        route = routes.get(environ["PATH_INFO"] or "/")
         if route is None:
             return Response(b"not found: see / for what is here\n", "404 Not Found")
         if environ["REQUEST_METHOD"] not in ("GET", "HEAD"):
             return Response(b"use GET or HEAD\n", "405 Method Not Allowed", headers=(("Allow", "GET, HEAD"),))
         return route(environ)
 
+    return _answering(respond)
+
+
+def _answering(respond: Callable[[WSGIEnvironment], Response]) -> WSGIApplication:
+    """The protocol around the answers; a fault while making one costs that request alone."""
+
     def app(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
-        response = respond(environ)
+        try:
+            response = respond(environ)
+        except Exception:
+            logger.exception("a request for %a failed", environ["PATH_INFO"])
+            response = Response(b"the sidecar failed; its log says why\n", "500 Internal Server Error")
         headers = [
             ("Content-Type", response.content_type),
             ("Content-Length", str(len(response.body))),
@@ -144,7 +161,7 @@ class Serving:
 
 @contextlib.contextmanager
 def serving(app: WSGIApplication, host: str, port: int) -> Iterator[Serving]:
-    """Serves until the block is left, then ends within a second.
+    """Serves until the block is left, then ends within a second, leaving a worker behind that a client still holds up.
 
     Raises:
         ConfigError: the address cannot be listened on; one line that names the fix.
@@ -175,5 +192,8 @@ def serving(app: WSGIApplication, host: str, port: int) -> Iterator[Serving]:
     try:
         yield Serving(host, server.bind_addr[1], thread)
     finally:
-        server.stop()
-        thread.join(SHUTDOWN_SECONDS)
+        # A worker that sends to a client that does not read would hold up the end for as long as its time limit.
+        stopping = threading.Thread(target=server.stop, name="torchmem-exporter-stop", daemon=True)
+        stopping.start()
+        stopping.join(STOP_SECONDS)
+        thread.join(STOP_SECONDS - SHUTDOWN_SECONDS if stopping.is_alive() else None)

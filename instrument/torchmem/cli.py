@@ -117,10 +117,11 @@ def _build() -> int:
 
 def _show(arguments: argparse.Namespace) -> int:
     from torchmem import show
+    from torchmem.wire.ranks import read_ranks
     from torchmem.wire.store import default_dir
 
     directory: Path = arguments.directory or Path(os.environ.get("TORCHMEM_DIR") or default_dir())
-    found = show.read_ranks(directory, arguments.job, arguments.rank)
+    found = read_ranks(directory, arguments.job, arguments.rank)
     for line in found.unreadable:
         _complain(line)
     if not found.ranks:
@@ -137,7 +138,10 @@ def _show(arguments: argparse.Namespace) -> int:
 
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(errors="replace")  # a module's name may not fit the terminal's encoding
-        show.draw(Console(highlight=False), found.ranks, book, by, arguments.top)
+        console = Console(highlight=False)
+        with console.capture() as drawn:  # rich has an end of its own, with status 1, for a pipe that closes
+            show.draw(console, found.ranks, book, by, arguments.top)
+        print(drawn.get(), end="")
     return 0
 
 

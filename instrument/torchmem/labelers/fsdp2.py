@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -31,7 +31,12 @@ from torchmem.labelers.hooks import HookSet
 from torchmem.labelers.owners import OwnerTable, plain_tensors
 from torchmem.model import RefType
 
-_GROUP_METHODS = ("unshard", "wait_for_unshard", "post_backward")
+# Plain integers: on the path of every call an enum member would cost a conversion.
+_ALL_GATHER = int(RefType.ALL_GATHER)
+_REDUCE_SCATTER = int(RefType.REDUCE_SCATTER)
+_UNSHARDED_PARAMETER = int(RefType.UNSHARDED_PARAMETER)
+_UNSHARDED_GRADIENT = int(RefType.UNSHARDED_GRADIENT)
+_SHARDED_GRADIENT = int(RefType.SHARDED_GRADIENT)
 
 
 def param_groups(model: nn.Module) -> list[Any]:
@@ -48,12 +53,16 @@ def param_groups(model: nn.Module) -> list[Any]:
 
 
 class _Group:
-    """What is remembered of one parameter group; its tensors are made at the first unshard."""
+    """What is remembered of one parameter group, as its attribute ``_torchmem`` while the labeler is on."""
+
+    __slots__ = ("owner", "parameters", "unsharded")
 
     def __init__(self, owner: int) -> None:
         self.owner = owner
         self.parameters: Any = None
+        """Group of tensors that hold the unsharded parameters; made at the first unshard."""
         self.unsharded: Any = None
+        """Group of the unsharded parameters themselves, whose gradients are wanted."""
 
 
 class Fsdp2Labeler:
@@ -71,9 +80,7 @@ class Fsdp2Labeler:
         self.hooks = HookSet(self.name)
         self._native = native
         self._owners = owners
-        self._groups: weakref.WeakKeyDictionary[Any, _Group] = weakref.WeakKeyDictionary(
-            {group: _Group(owners.of_module(group.modules[0])) for group in groups}
-        )
+        self._groups: weakref.WeakSet[Any] = weakref.WeakSet(groups)
         self._sharded = {id(p.sharded_param) for group in groups for p in group.fsdp_params}
 
     def is_sharded(self, parameter: nn.Parameter) -> bool:
@@ -87,21 +94,29 @@ class Fsdp2Labeler:
         """
         from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
-        if missing := [name for name in _GROUP_METHODS if not hasattr(FSDPParamGroup, name)]:
+        patches = {
+            "unshard": (self._enter_unshard, None),
+            "wait_for_unshard": (self._enter_unshard, self._after_wait_for_unshard),
+            "post_backward": (self._enter_post_backward, self._after_post_backward),
+        }
+        if missing := [name for name in patches if not hasattr(FSDPParamGroup, name)]:
             raise AttributeError(f"FSDPParamGroup of torch {torch.__version__} has no {', '.join(missing)}")
         for group in self._groups:
             self._adopt_unsharded(group)
-        for name in _GROUP_METHODS:
-            before, after = getattr(self, f"_before_{name}"), getattr(self, f"_after_{name}")
-            self.hooks.patch(FSDPParamGroup, name, before, after)
+        leave = self._native.cut_stack
+        for name, (enter, after) in patches.items():
+            self.hooks.patch(FSDPParamGroup, name, partial(self.hooks.labelled, enter=enter, leave=leave, after=after))
             for group in self._groups:
                 if name in vars(group):  # already bound: it is called without the group
-                    self.hooks.patch(group, name, partial(before, group), partial(_with_group, after, group))
+                    bound = partial(after, group) if after else None
+                    make = partial(self.hooks.labelled, enter=partial(enter, group), leave=leave, after=bound)
+                    self.hooks.patch(group, name, make)
 
     def detach(self) -> None:
         """Takes the patches off."""
         self.hooks.close()
         for group in self._groups:
+            vars(group).pop("_torchmem", None)
             for tensor, _ in _unsharded_storage(group, self._owners):
                 self._native.disown(tensor.untyped_storage()._cdata)  # noqa: SLF001  # the address of the StorageImpl
 
@@ -111,30 +126,24 @@ class Fsdp2Labeler:
             self._native.adopt(storage._cdata, owner, RefType.UNSHARDED_PARAMETER)  # noqa: SLF001  # as above
 
     def _of(self, group: Any) -> _Group:
-        known = self._groups.get(group)
-        if known is None:
-            known = self._groups[group] = _Group(self._owners.of_module(group.modules[0]))
+        try:
+            known: _Group = group._torchmem  # noqa: SLF001  # ours: an attribute is the quickest way to find it
+        except AttributeError:
+            known = group._torchmem = _Group(self._owners.of_module(group.modules[0]))  # noqa: SLF001  # as above
+            self._groups.add(group)
         return known
 
-    def _before_unshard(self, group: Any, *_: Any) -> int:
-        depth: int = self._native.push_label(self._of(group).owner, RefType.ALL_GATHER)
+    def _enter_unshard(self, group: Any, *_: Any) -> int:
+        # In wait_for_unshard too: what is left once the parameters are named is copying between the buffer and them.
+        depth: int = self._native.push_label(self._of(group).owner, _ALL_GATHER)
         return depth
 
-    def _after_unshard(self, depth: int, *_: Any) -> None:
-        self._native.cut_stack(depth)
-
-    def _before_wait_for_unshard(self, group: Any) -> int:
-        # What is left over once the parameters are named is the copying between the buffer and them.
-        depth: int = self._native.push_label(self._of(group).owner, RefType.ALL_GATHER)
-        return depth
-
-    def _after_wait_for_unshard(self, depth: int, group: Any) -> None:
-        self._native.cut_stack(depth)
+    def _after_wait_for_unshard(self, group: Any) -> None:
         known = self._of(group)
         if known.parameters is None:
             self._remember_unsharded(known, group)
         if known.parameters is not None:
-            known.parameters.relabel(RefType.UNSHARDED_PARAMETER)
+            known.parameters.relabel(_UNSHARDED_PARAMETER)
 
     def _remember_unsharded(self, known: _Group, group: Any) -> None:
         if not all(hasattr(p, "_unsharded_param") for p in group.fsdp_params):
@@ -145,23 +154,21 @@ class Fsdp2Labeler:
             [(p._unsharded_param._cdata, _owner_of(p, self._owners)) for p in group.fsdp_params]  # noqa: SLF001  # as above
         )
 
-    def _before_post_backward(self, group: Any, *_: Any) -> int:
+    def _enter_post_backward(self, group: Any, *_: Any) -> int:
         known = self._of(group)
         if known.unsharded is not None:
-            known.unsharded.relabel_gradients(RefType.UNSHARDED_GRADIENT)
-        depth: int = self._native.push_label(known.owner, RefType.REDUCE_SCATTER)
+            known.unsharded.relabel_gradients(_UNSHARDED_GRADIENT)
+        depth: int = self._native.push_label(known.owner, _REDUCE_SCATTER)
         return depth
 
-    def _after_post_backward(self, depth: int, group: Any, *_: Any) -> None:
-        self._native.cut_stack(depth)
+    def _after_post_backward(self, group: Any, *_: Any) -> None:
         owner = self._of(group).owner
-        relabel = self._native.relabel
         for parameter in group.fsdp_params:
             gradient = parameter.sharded_param.grad
             if gradient is None:
                 continue
             local = gradient._local_tensor if isinstance(gradient, DTensor) else gradient  # noqa: SLF001  # to_local() makes an autograd node
-            moved = relabel(local._cdata, owner, RefType.SHARDED_GRADIENT)  # noqa: SLF001  # the address of the TensorImpl
+            moved = self._native.relabel(local._cdata, owner, _SHARDED_GRADIENT)  # noqa: SLF001  # the address of the TensorImpl
             if moved and not parameter.offload_to_cpu:
                 break  # the group's other new gradients are views of this storage; older ones have their label
         if not group.reduce_grads:
@@ -173,11 +180,7 @@ class Fsdp2Labeler:
             if accumulated is not None:
                 for tensor in plain_tensors(accumulated):
                     owner = _owner_of(parameter, self._owners)
-                    self._native.relabel(tensor._cdata, owner, RefType.UNSHARDED_GRADIENT)  # noqa: SLF001  # as above
-
-
-def _with_group(after: Callable[..., None], group: Any, depth: int, *args: Any) -> None:
-    after(depth, group, *args)
+                    self._native.relabel(tensor._cdata, owner, _UNSHARDED_GRADIENT)  # noqa: SLF001  # as above
 
 
 def _owner_of(fsdp_param: Any, owners: OwnerTable) -> int:

@@ -92,41 +92,15 @@ class HookSet:
         """The function as a hook that never raises and returns None."""
         return GuardedHook(self, function)
 
-    def patch(
-        self,
-        owner: Any,
-        name: str,
-        before: Callable[..., Any],
-        after: Callable[..., None],
-    ) -> None:
-        """Wraps ``owner.name``: ``before(*args)`` runs first, ``after(token, *args)`` last, also on an exception.
+    def patch(self, owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        """Replaces ``owner.name`` by ``make(original)``.
 
-        Both get the original's positional arguments; ``token`` is what ``before`` returned.
+        What ``make`` returns must run the original exactly once and let nothing else reach the caller; after ``close``
+        it may still be called, by whoever wrapped it since, and must then only pass through (see ``active``).
         """
         original = getattr(owner, name)
         found = vars(owner).get(name, _MISSING)
-
-        @functools.wraps(original)
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            if not self.active:
-                return original(*args, **kwargs)
-            began = time.perf_counter()
-            try:
-                token = before(*args)
-            except Exception as error:  # noqa: BLE001  # as above
-                self.fail(error)
-                return original(*args, **kwargs)
-            self.seconds += time.perf_counter() - began
-            try:
-                return original(*args, **kwargs)
-            finally:
-                began = time.perf_counter()
-                try:
-                    after(token, *args)
-                except Exception as error:  # noqa: BLE001  # as above
-                    self.fail(error)
-                self.seconds += time.perf_counter() - began
-
+        wrapper = functools.wraps(original)(make(original))
         setattr(owner, name, wrapper)
 
         def restore() -> None:
@@ -139,6 +113,49 @@ class HookSet:
                 setattr(owner, name, found)
 
         self._undo.append(restore)
+
+    def labelled(
+        self,
+        original: Callable[..., Any],
+        enter: Callable[..., int],
+        leave: Callable[[int], None],
+        after: Callable[..., None] | None = None,
+    ) -> Callable[..., Any]:
+        """The original with a label on what it allocates.
+
+        On the path of every call: ``enter(*args)`` gives the stack's depth, ``leave(depth)`` cuts it back, also on an
+        exception; ``after(*args)`` may correct labels then. One call in sixteen is timed for all.
+        """
+        num_calls = 0
+
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            nonlocal num_calls
+            if self.failure or self._closed:
+                return original(*args, **kwargs)
+            num_calls += 1
+            timed = not num_calls & 15
+            began = time.perf_counter() if timed else 0.0
+            try:
+                depth = enter(*args)
+            except Exception as error:  # noqa: BLE001  # as above
+                self.fail(error)
+                return original(*args, **kwargs)
+            if timed:
+                self.seconds += 16 * (time.perf_counter() - began)
+            try:
+                return original(*args, **kwargs)
+            finally:
+                began = time.perf_counter() if timed else 0.0
+                leave(depth)
+                if after is not None:
+                    try:
+                        after(*args)
+                    except Exception as error:  # noqa: BLE001  # as above
+                        self.fail(error)
+                if timed:
+                    self.seconds += 16 * (time.perf_counter() - began)
+
+        return wrapper
 
     def close(self) -> None:
         """Undoes everything, newest first; safe to call twice."""

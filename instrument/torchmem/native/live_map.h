@@ -45,7 +45,7 @@ struct Block {
 
 class LiveMap {
  public:
-  LiveMap() : slots_(1 << 14), mask_(slots_.size() - 1) {}
+  LiveMap() : slots_(1 << 11), mask_(slots_.size() - 1) {}
 
   size_t size() const { return num_blocks_; }
 

@@ -164,6 +164,7 @@ void on_release(uint64_t address) {
 
 c10::Allocator* original = nullptr;
 c10::DeleterFnPtr original_delete = nullptr;
+bool in_chain = false;  // attached and never successfully detached: at most covered by somebody's wrapper
 
 void counted_delete(void* data) {
   // Booked before it is freed: afterwards another thread may be given the same address.
@@ -281,7 +282,7 @@ void set_gate(bool open) { tap().open.store(open); }
 
 std::string attach_cpu() {
   c10::Allocator* current = c10::GetCPUAllocator();
-  if (current == &counting_allocator()) return "";
+  if (current == &counting_allocator() || (in_chain && current != original)) return "";
   if (original == nullptr) {
     if (current->raw_deleter() == nullptr) return "the CPU allocator in use has no raw deleter";
     original = current;
@@ -289,12 +290,14 @@ std::string attach_cpu() {
   } else if (current != original) {
     return "another CPU allocator was installed since torchmem last ran in this process";
   }
-  return replace_cpu_allocator(&counting_allocator()) ? "" : "the CPU allocator cannot be replaced";
+  in_chain = replace_cpu_allocator(&counting_allocator());
+  return in_chain ? "" : "the CPU allocator cannot be replaced";
 }
 
 bool detach_cpu() {
   if (c10::GetCPUAllocator() != &counting_allocator()) return original == nullptr;
-  return replace_cpu_allocator(original);
+  in_chain = !replace_cpu_allocator(original);
+  return !in_chain;
 }
 
 void cuda_event(CudaAction action, int device, uint64_t address, int64_t num_bytes) {

@@ -109,7 +109,8 @@ class Publisher:
                 is_clean = self._ends.get(timeout=self._interval)
                 break
         self._write(is_final=is_clean)
-        self._store.close()
+        with contextlib.suppress(OSError):  # what a network file system says of a descriptor it lets go
+            self._store.close()
 
     def _write(self, *, is_final: bool) -> None:
         try:

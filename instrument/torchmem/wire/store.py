@@ -227,7 +227,8 @@ os.register_at_fork(after_in_child=_forget_locks)
 
 def _make_private(directory: Path, owners: tuple[int, ...]) -> None:
     """Makes the directory for this user alone where missing, and refuses one that another user could have planted."""
-    directory.parent.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(FileExistsError):  # a file in the way is named better by what follows
+        directory.parent.mkdir(parents=True, exist_ok=True)
     with contextlib.suppress(FileExistsError):
         directory.mkdir(mode=0o700)
     status = directory.lstat()

@@ -6,29 +6,29 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from records import GIB, cells, make_device, make_record, total
 
+from records import GIB, cells, make_device, make_record, total
 from torchmem.model import RefType
 from torchmem.wire import record as wire
 from torchmem_exporter import __version__, catalog
-from torchmem_exporter.reader import Snapshot
-from torchmem_exporter.samples import MAX_LABEL_BYTES, clean_label, families
-from torchmem_exporter.states import RankView, State
+from torchmem_exporter.labels import MAX_LABEL_BYTES, clean_label
+from torchmem_exporter.lifecycle import State
+from torchmem_exporter.reader import Rank, Snapshot
+from torchmem_exporter.samples import families
 
 JOB = "llama-pretrain"
 
 
-def values(*views, errors=None):
+def values(*ranks, errors=None):
     """Metric -> labels -> value."""
-    snapshot = Snapshot(ranks=views, errors=errors or {}, rejections=(), is_readable=True)
-    found = list(families(snapshot, 0.5))
+    found = families(Snapshot(taken_at=0.0, ranks=ranks, rejections=(), num_errors=errors or {}, problem=""))
     assert all(len({s.labels for s in family.samples}) == len(family.samples) for family in found)
     assert all(len(s.labels) == len(family.metric.labels) for family in found for s in family.samples)
     return {family.metric: {s.labels: s.value for s in family.samples} for family in found}
 
 
 def running(record):
-    return RankView(record, State.RUNNING, has_memory=True)
+    return Rank("job/rank-0.record", record, State.RUNNING, has_memory=True)
 
 
 def test_values_of_a_rank():
@@ -73,8 +73,7 @@ def test_values_of_a_rank():
         catalog.WORLD_SIZE: {(JOB,): 8},
         catalog.LABELER_UP: {(*on_rank, "modules"): 1, (*on_rank, "fsdp2"): 0},
         catalog.SNAPSHOT_ERRORS: {("magic",): 3},
-        catalog.SCRAPE_DURATION: {(): 0.5},
-        catalog.BUILD_INFO: {(__version__, "2.13.0+cpu"): 1},
+        catalog.BUILD_INFO: {(__version__, ""): 1, ("0.1.0", "2.13.0+cpu"): 1},
     }
     assert {metric: got[metric] for metric in expected} == expected
     books = [m for m in catalog.METRICS if "reftype" in m.labels]
@@ -109,7 +108,7 @@ NAMES = st.lists(st.text(max_size=4), min_size=4, max_size=4)
 def test_parts_add_up_to_the_total_whatever_the_names(cells, modules):
     """The sum over modules would differ from the device's total: bytes lost or doubled on the way."""
     book = wire.pack_cells(wire.Cell(module, reftype, size) for (module, reftype), size in cells.items())
-    got = values(running(make_record(step_peak=book, usage=book, modules=modules)))
+    got = values(running(make_record(step_peak=book, usage=book, active_peak=book, modules=modules)))
     for parts, totals in ((catalog.MODULE_STEP_PEAK, catalog.STEP_PEAK), (catalog.MODULE_USAGE, catalog.USAGE)):
         by_reftype = {}
         for labels, size in got.get(parts, {}).items():
@@ -142,9 +141,9 @@ def test_fragmentation_of_nothing_is_absent():
 
 def test_rank_without_memory_keeps_its_counters():
     """A crashed rank would seem to hold memory, or lose what tells who it was."""
-    got = values(RankView(make_record(), State.CRASHED, has_memory=False))
+    got = values(Rank("job/rank-0.record", make_record(), State.CRASHED, has_memory=False))
     kept = {"OOMS", "RETRIES", "STEP_NUMBER", "STEPS", "STEP_TIME", "TRACKER_TIME", "SNAPSHOT_TIMESTAMP"}
-    kept |= {"START_TIMESTAMP", "RANK_UP", "RANK_STATE", "RANK_INFO", "WORLD_SIZE", "SCRAPE_DURATION", "BUILD_INFO"}
+    kept |= {"START_TIMESTAMP", "RANK_UP", "RANK_STATE", "RANK_INFO", "WORLD_SIZE", "LABELER_UP", "BUILD_INFO"}
     assert set(got) == {getattr(catalog, name) for name in kept}
     assert got[catalog.RANK_UP] == {(JOB, "0"): 0}
 
@@ -162,10 +161,11 @@ def test_world_size_is_the_newest_attempts():
     assert values(running(new), running(old))[catalog.WORLD_SIZE] == {(JOB,): 4}
 
 
-def test_versions_of_torch_are_told_in_one_series():
-    """A join with the build would fail while ranks of two versions of torch run."""
-    views = [running(make_record(i, torch_version=v)) for i, v in enumerate(["2.13.0", "2.12.1", "2.13.0"])]
-    assert values(*views)[catalog.BUILD_INFO] == {(__version__, "2.12.1,2.13.0"): 1}
+def test_versions_of_ranks_and_sidecar_are_told():
+    """A mix of versions on a host would stay hidden."""
+    ranks = [running(make_record(i, torch_version=v)) for i, v in enumerate(["2.13.0", "2.12.1", "2.13.0"])]
+    expected = {("0.1.0", "2.12.1"): 1, ("0.1.0", "2.13.0"): 1, (__version__, ""): 1}
+    assert values(*ranks)[catalog.BUILD_INFO] == expected
 
 
 def test_jobs_are_kept_apart():
@@ -180,7 +180,7 @@ def test_jobs_are_kept_apart():
         ("layers.0", "layers.0"),
         ("", ""),
         ("a\nb\x00\x1b[31m\x7f\x9f", "ab[31m"),
-        ("a\u2028b\ud800c", "abc"),
+        ("a\ud800b", "ab"),
         ('quote " and \\', 'quote " and \\'),
         ("模块", "模块"),
         ("x" * 200, "x" * 200),
@@ -204,7 +204,7 @@ def test_long_labels_stay_apart():
     """Two modules whose long names begin alike would be shown as one."""
     first, second = clean_label("é" * 150 + "a"), clean_label("é" * 150 + "b")
     assert first != second
-    assert first[:93] == second[:93] == "é" * 93
+    assert first[:91] == second[:91] == "é" * 91
 
 
 def test_factory_agrees_with_itself():

@@ -17,13 +17,24 @@ def hooks():
     return HookSet("test")
 
 
+def label(hooks, target, *, enter=lambda *_: 0, leave=lambda _: None, after=None):
+    """Patches ``target.greet`` the way labelers do."""
+    hooks.patch(target, "greet", lambda original: hooks.labelled(original, enter, leave, after))
+
+
 def test_patch_runs_around_the_original(hooks):
     """The original would run twice, not at all, or with other arguments."""
     seen = []
-    hooks.patch(Greeter, "greet", lambda *args: seen.append(args) or "token", lambda *args: seen.append(args))
+    label(
+        hooks,
+        Greeter,
+        enter=lambda *args: seen.append(args) or 7,
+        leave=seen.append,
+        after=lambda *args: seen.append(args),
+    )
     greeter = Greeter()
     assert greeter.greet("you") == "hello you"
-    assert seen == [(greeter, "you"), ("token", greeter, "you")]
+    assert seen == [(greeter, "you"), 7, (greeter, "you")]
     hooks.close()
 
 
@@ -37,7 +48,7 @@ def test_close_restores_what_was_there(hooks):
     greeter.greet = lambda name: f"bye {name}"
     before = (dict(vars(Greeter)), dict(vars(Child)), dict(vars(greeter)))
     for target in (Greeter, Child, greeter):
-        hooks.patch(target, "greet", lambda *_: None, lambda *_: None)
+        label(hooks, target)
     hooks.close()
     hooks.close()
     assert (dict(vars(Greeter)), dict(vars(Child)), dict(vars(greeter))) == before
@@ -50,7 +61,7 @@ def test_a_later_patch_of_somebody_else_survives(hooks):
         pass
 
     calls = []
-    hooks.patch(Mine, "greet", lambda *_: calls.append(1), lambda *_: None)
+    label(hooks, Mine, enter=lambda *_: calls.append(1) or 0)
     ours = Mine.greet
     Mine.greet = lambda self, name: ours(self, name).upper()
     hooks.close()
@@ -58,7 +69,7 @@ def test_a_later_patch_of_somebody_else_survives(hooks):
     assert calls == []
 
 
-@pytest.mark.parametrize("broken", ["before", "after"])
+@pytest.mark.parametrize("broken", ["enter", "after"])
 def test_a_failure_stays_inside(hooks, broken, caplog):
     """An exception of ours would reach the caller, lose the result, or be repeated at every call."""
 
@@ -68,10 +79,7 @@ def test_a_failure_stays_inside(hooks, broken, caplog):
     def fail(*_):
         raise ValueError("ours")
 
-    def fine(*_):
-        return None
-
-    hooks.patch(Mine, "greet", fail if broken == "before" else fine, fail if broken == "after" else fine)
+    label(hooks, Mine, **{broken: fail})
     assert [Mine().greet("you") for _ in range(3)] == ["hello you"] * 3
     assert hooks.failure == "ValueError: ours"
     assert len(caplog.records) == 1
@@ -86,10 +94,10 @@ def test_the_originals_exception_passes(hooks):
             raise KeyError("theirs")
 
     closed = []
-    hooks.patch(Mine, "greet", lambda *_: None, lambda *_: closed.append(1))
+    label(hooks, Mine, leave=closed.append)
     with pytest.raises(KeyError, match="theirs"):
         Mine().greet()
-    assert closed == [1]
+    assert closed == [0]
     assert not hooks.failure
     hooks.close()
 
@@ -98,6 +106,6 @@ def test_undone_last_in_first_out(hooks):
     """Two patches of one attribute would leave the first one behind."""
     original = Greeter.greet
     for _ in range(2):
-        hooks.patch(Greeter, "greet", lambda *_: None, lambda *_: None)
+        label(hooks, Greeter)
     hooks.close()
     assert Greeter.greet is original

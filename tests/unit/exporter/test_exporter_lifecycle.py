@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import pytest
+
 from records import WRITTEN_AT, leave, living, make_record
 from sidecars import Clock
-
 from torchmem.wire.record import encode
+from torchmem.wire.store import RankStore
+from torchmem_exporter.lifecycle import State
 from torchmem_exporter.reader import Reader
-from torchmem_exporter.states import State
 
 
 @pytest.fixture
@@ -18,12 +19,12 @@ def clock():
 
 @pytest.fixture
 def reader(tmp_path, clock):
-    return Reader(tmp_path, 60.0, clock)
+    return Reader(tmp_path, stale_after=60.0, clock=clock)
 
 
-def shown(reader, *, advance=True):
+def shown(reader, *, is_scrape=True):
     """Rank -> (state, has memory) of one scrape."""
-    views = reader.read(advance=advance).ranks
+    views = reader.scan(is_scrape=is_scrape).ranks
     return {view.record.identity.rank: (view.state, view.has_memory) for view in views}
 
 
@@ -63,8 +64,8 @@ def test_crash_is_shown_for_a_quarter_of_an_hour(reader, tmp_path, clock):
 def test_crash_before_the_sidecar_started_counts_from_the_last_record(tmp_path):
     """A restarted sidecar would report every crash of the past again."""
     leave(tmp_path, make_record())
-    assert shown(Reader(tmp_path, 60.0, Clock(WRITTEN_AT + 899))) == {0: (State.CRASHED, False)}
-    assert shown(Reader(tmp_path, 60.0, Clock(WRITTEN_AT + 901))) == {}
+    assert shown(Reader(tmp_path, stale_after=60.0, clock=Clock(WRITTEN_AT + 899))) == {0: (State.CRASHED, False)}
+    assert shown(Reader(tmp_path, stale_after=60.0, clock=Clock(WRITTEN_AT + 901))) == {}
 
 
 def test_exit_is_shown_for_two_scrapes(reader, tmp_path):
@@ -72,7 +73,7 @@ def test_exit_is_shown_for_two_scrapes(reader, tmp_path):
     with living(tmp_path, make_record()) as (store,):
         shown(reader)
         store.write(encode(make_record(final=True)))
-    assert [shown(reader, advance=advance) for advance in (False, True, False, True, True)] == [
+    assert [shown(reader, is_scrape=is_scrape) for is_scrape in (False, True, False, True, True)] == [
         {0: (State.EXITED, True)},
         {0: (State.EXITED, True)},
         {0: (State.EXITED, True)},
@@ -84,8 +85,8 @@ def test_exit_is_shown_for_two_scrapes(reader, tmp_path):
 def test_exit_long_ago_is_not_shown(tmp_path):
     """A restarted sidecar would show all jobs that ever ran on the host."""
     leave(tmp_path, make_record(final=True))
-    assert shown(Reader(tmp_path, 60.0, Clock(WRITTEN_AT + 899))) == {0: (State.EXITED, True)}
-    assert shown(Reader(tmp_path, 60.0, Clock(WRITTEN_AT + 901))) == {}
+    assert shown(Reader(tmp_path, stale_after=60.0, clock=Clock(WRITTEN_AT + 899))) == {0: (State.EXITED, True)}
+    assert shown(Reader(tmp_path, stale_after=60.0, clock=Clock(WRITTEN_AT + 901))) == {}
 
 
 def test_exit_counts_even_while_the_lock_is_held(reader, tmp_path):
@@ -103,16 +104,30 @@ def test_new_attempt_in_the_same_file(reader, tmp_path):
     assert shown(reader) == {0: (State.CRASHED, False)}
 
 
-@pytest.mark.parametrize("folders", [("older", "newer"), ("z-older", "a-newer")])
-def test_newer_attempt_replaces_the_older_wherever_it_lies(reader, tmp_path, folders):
+@pytest.mark.parametrize("names", [("a", "b"), ("b", "a")])
+def test_newer_attempt_replaces_the_older_wherever_it_lies(reader, tmp_path, names):
     """The same rank would be shown twice, and Prometheus refuse one of them at random."""
-    older, newer = folders
-    leave(tmp_path, make_record(train_job=newer, attempt="new", start_time=WRITTEN_AT))
-    (tmp_path / newer / "rank-0.record").write_bytes(encode(make_record(attempt="new", start_time=WRITTEN_AT)))
-    with living(tmp_path, make_record(train_job=older)) as (store,):
-        store.write(encode(make_record(attempt="old")))
-        (view,) = reader.read().ranks
-    assert view.record.identity.attempt == "new"
+    older, newer = (make_record(train_job=name) for name in names)
+    with living(tmp_path, older, newer) as (old_store, new_store):
+        old_store.write(encode(make_record(attempt="old")))
+        new_store.write(encode(make_record(attempt="new", start_time=WRITTEN_AT)))
+        snapshot = reader.scan(is_scrape=True)
+    assert [rank.record.identity.attempt for rank in snapshot.ranks] == ["new"]
+    assert [(rejection.path, rejection.reason) for rejection in snapshot.rejections] == [
+        (f"{names[0]}/rank-0.record", "duplicate")
+    ]
+
+
+def test_crash_is_not_forgotten_when_a_successor_takes_the_lock(reader, tmp_path, clock):
+    """Between its start and its first record, a new attempt would show the crashed one's memory as its own."""
+    with living(tmp_path, make_record()):
+        assert shown(reader) == {0: (State.RUNNING, True)}
+    assert shown(reader) == {0: (State.CRASHED, False)}
+    store = RankStore(tmp_path, "llama-pretrain", 0)
+    assert shown(reader) == {0: (State.CRASHED, False)}
+    store.write(encode(make_record(attempt="second", start_time=clock.now, written_at=clock.now)))
+    assert shown(reader) == {0: (State.RUNNING, True)}
+    store.close()
 
 
 def test_copy_of_a_record_does_not_hide_the_living(reader, tmp_path):
@@ -124,7 +139,7 @@ def test_copy_of_a_record_does_not_hide_the_living(reader, tmp_path):
         assert shown(reader) == {0: (State.RUNNING, True)}
 
 
-def test_unreadable_record_leaves_a_stale_rank(reader, tmp_path, clock):
+def test_unreadable_record_takes_nothing_for_fresh(reader, tmp_path, clock):
     """A damaged record would seem fresh, or take the rank's last good figures with it."""
     with living(tmp_path, make_record()) as (store,):
         assert shown(reader) == {0: (State.RUNNING, True)}
@@ -152,4 +167,4 @@ def test_books_of_ranks_no_longer_shown_are_forgotten(reader, tmp_path, clock):
     assert shown(reader) == {0: (State.CRASHED, False)}
     clock.now = WRITTEN_AT + 1000
     assert shown(reader) == {}
-    assert [file.record.devices for file in reader._files.values()] == [[]]
+    assert [entry.record for entry in reader._entries.values()] == [None]
