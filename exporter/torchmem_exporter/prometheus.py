@@ -9,7 +9,7 @@ Invariant: no sample carries a timestamp.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -19,6 +19,8 @@ from prometheus_client.utils import floatToGoString
 
 from torchmem_exporter.catalog import Kind, Metric, unit_word
 from torchmem_exporter.samples import Family
+
+NUM_LINES_PER_PIECE = 500
 
 
 class Format(NamedTuple):
@@ -41,17 +43,17 @@ def negotiate(accept: str) -> Format:
     return Format(CONTENT_TYPE_LATEST if is_openmetrics else CONTENT_TYPE_PLAIN_0_0_4, is_openmetrics)
 
 
-def render(families: Iterable[Family], *, is_openmetrics: bool) -> bytes:
-    """The text of a scrape; families are drawn one at a time."""
-    chunks = []
+def render(families: Iterable[Family], *, is_openmetrics: bool) -> Iterator[bytes]:
+    """The text of a scrape, piece by piece; families are drawn one at a time."""
     for family in families:
         metric = family.metric
         line = _line_writer(metric)
-        chunks.append(_header(metric, is_openmetrics=is_openmetrics))
-        chunks.append("".join([line(labels, value) for labels, value in family.samples]).encode())
+        yield _header(metric, is_openmetrics=is_openmetrics)
+        for start in range(0, len(family.samples), NUM_LINES_PER_PIECE):
+            samples = family.samples[start : start + NUM_LINES_PER_PIECE]
+            yield "".join([line(labels, value) for labels, value in samples]).encode()
     if is_openmetrics:
-        chunks.append(b"# EOF\n")
-    return b"".join(chunks)
+        yield b"# EOF\n"
 
 
 def _header(metric: Metric, *, is_openmetrics: bool) -> bytes:

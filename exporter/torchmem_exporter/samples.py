@@ -47,15 +47,15 @@ def scrape(reader: Reader, timer: Callable[[], float], *, is_scrape: bool = True
     yield Family(catalog.SCRAPE_DURATION, (Sample((), timer() - began),))
 
 
-def families(snapshot: Snapshot) -> list[Family]:
-    """The snapshot's families, in the catalog's order; those without a sample are left out."""
+def families(snapshot: Snapshot) -> Iterator[Family]:
+    """The snapshot's families, in the catalog's order; those without a sample are left out, those used are let go."""
     book = _Book()
     for rank in snapshot.ranks:
         _add_rank(book, rank)
     _add_jobs(book, snapshot.ranks)
     for reason, num_errors in sorted(snapshot.num_errors.items()):
         book.add(catalog.SNAPSHOT_ERRORS, (reason,), num_errors)
-    return book.families()
+    yield from book.families()
 
 
 class _Book:
@@ -69,9 +69,12 @@ class _Book:
         if value is not None:
             self._samples[metric].append(Sample(labels, value))
 
-    def families(self) -> list[Family]:
-        """What was noted, in the catalog's order."""
-        return [Family(metric, tuple(samples)) for metric, samples in self._samples.items() if samples]
+    def families(self) -> Iterator[Family]:
+        """What was noted, in the catalog's order; the book is empty afterwards."""
+        for metric in catalog.METRICS:
+            samples = self._samples.pop(metric)
+            if samples:
+                yield Family(metric, tuple(samples))
 
 
 def _add_rank(book: _Book, rank: Rank) -> None:

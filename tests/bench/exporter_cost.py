@@ -91,6 +91,12 @@ def measure(num_ranks, num_modules, num_rounds, num_scrapes):
     }
 
 
+def row(name, value):
+    """A line of the table."""
+    limit = f"  (limit {LIMITS[name]:g})" if name in LIMITS else ""
+    return f"{name:22} {value:>12,.5f}{limit}\n" if isinstance(value, float) else f"{name:22} {value:>12,}\n"
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, default=8)
@@ -100,11 +106,9 @@ def main():
     flags = parser.parse_args()
     figures = measure(flags.ranks, flags.modules, *((3, 5) if flags.short else (10, 20)))
     if flags.json:
-        print(json.dumps(figures, indent=2))
+        sys.stdout.write(json.dumps(figures, indent=2) + "\n")
     else:
-        for name, value in figures.items():
-            limit = f"  (limit {LIMITS[name]:g})" if name in LIMITS else ""
-            print(f"{name:22} {value:>12,.4f}{limit}" if isinstance(value, float) else f"{name:22} {value:>12,}")
+        sys.stdout.writelines(row(name, value) for name, value in figures.items())
     return int(any(figures[name] > limit for name, limit in LIMITS.items()))
 
 

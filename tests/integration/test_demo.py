@@ -90,8 +90,8 @@ class RunningDemo:
         """Nothing of it is alive, its ports can be bound again."""
         poll(lambda: not self.processes(), END_SECONDS, lambda: str(self.processes()))
         for port in re.findall(r"http://127\.0\.0\.1:(\d+)", self.text()):
-            with socket.create_server(("127.0.0.1", int(port))):
-                pass
+            # A dying process loses its environment a moment before its sockets.
+            poll(lambda port=int(port): can_bind(port), END_SECONDS, lambda port=port: f"port {port} is in use")
 
 
 def poll(condition, seconds, explain):
@@ -100,6 +100,15 @@ def poll(condition, seconds, explain):
     while not condition():
         assert time.monotonic() < deadline, explain()
         time.sleep(0.02)
+
+
+def can_bind(port):
+    """Whether a server could listen there now."""
+    try:
+        socket.create_server(("127.0.0.1", port)).close()
+    except OSError:
+        return False
+    return True
 
 
 @pytest.fixture

@@ -25,31 +25,31 @@ from torchmem.wire.store import RankStore
 MIB = small_records.MIB
 NOT_A_TERMINAL = {"TERM": "dumb", "COLUMNS": "100"}
 
-GOLDEN_BOTH = """\
-train rank 0/2 on node-1, pid 4321, step 412: running
+HEAD = """\
+train rank 0/2 on node-1, pid 4321, step 412: {}
   fsdp2 is disabled: KeyError: 'x'
   cuda:0: peak 17.00 MiB, step peak 16.00 MiB, usage 5.00 MiB, unattributed 512.00 KiB, limit 1.00 GiB
-  who holds the memory at the peak of a step
+"""
+
+PEAK_BY_BOTH = """\
+  who holds the memory at the peak of a step:
    module               reftype          bytes    share
-  ──────────────────────────────────────────────────────────────────
+  ─────────────────────────────────────────────────────────────────────
    layers.*.attention   activation    6.00 MiB    37.5%   ████▌
    layers.*             activation    4.00 MiB    25.0%   ███
    layers.*             parameter     3.00 MiB    18.8%   ██▎
    (2 more)                           3.00 MiB    18.8%   ██▎
-  ──────────────────────────────────────────────────────────────────
+
    total                             16.00 MiB   100.0%   ████████████
 """
 
-GOLDEN_USAGE_BY_REFTYPE = """\
-train rank 0/2 on node-1, pid 4321, step 412: crashed
-  fsdp2 is disabled: KeyError: 'x'
-  cuda:0: peak 17.00 MiB, step peak 16.00 MiB, usage 5.00 MiB, unattributed 512.00 KiB, limit 1.00 GiB
-  who holds the memory at the end of the last step
-   reftype        bytes    share
-  ───────────────────────────────────────────
-   parameter   5.00 MiB   100.0%   ############
-  ───────────────────────────────────────────
-   total       5.00 MiB   100.0%   ############
+USAGE_BY_REFTYPE_IN_ASCII = """\
+  who holds the memory at the end of the last step:
+   reftype   |    bytes |  share |
+  -----------+----------+--------+--------------
+   parameter | 5.00 MiB | 100.0% | ############
+  -----------+----------+--------+--------------
+   total     | 5.00 MiB | 100.0% | ############
 """
 
 
@@ -111,13 +111,13 @@ def run(*arguments, code="import sys; from torchmem.cli import main; sys.exit(ma
 
 def test_table_of_modules_and_reftypes():
     """The user would not see who holds the memory, or rows that do not add up."""
-    assert drawn(small_records.record(), "running", top=3) == GOLDEN_BOTH
+    assert drawn(small_records.record(), "running", top=3) == HEAD.format("running") + PEAK_BY_BOTH
 
 
 def test_table_of_reftypes_between_steps_in_a_terminal_without_utf8():
     """The user of a plain terminal would see no bars, or the peak where the usage was asked for."""
     text = drawn(small_records.record(), "crashed", encoding="ascii", book=show.Book.USAGE, by=show.By.REFTYPE)
-    assert text.replace("-", "─") == GOLDEN_USAGE_BY_REFTYPE.replace("node-1", "node─1")
+    assert text == HEAD.format("crashed") + USAGE_BY_REFTYPE_IN_ASCII
 
 
 def test_json_is_the_same_as_plain_data(write, capsys, tmp_path):
@@ -325,7 +325,7 @@ def test_name_that_the_encoding_lacks_is_shown_somehow(write, tmp_path):
 
 def test_closed_pipe_ends_quietly(write, tmp_path):
     """``torchmem show | head -1`` would end in a traceback."""
-    for rank in range(40):
+    for rank in range(200):  # far more than a pipe holds
         write(rank_of("train", rank))
     code = "import sys; from torchmem.cli import main; sys.exit(main())"
     script = '"$0" -c "$1" show "$2" | head -1; echo ${PIPESTATUS[0]}'

@@ -74,22 +74,26 @@ Context* claim_context() {
   return context;
 }
 
-struct ContextHandle {
-  Context* context = nullptr;
-  ~ContextHandle() {
-    if (context == nullptr) return;
+// A plain pointer, so that reading it costs no check for construction.
+thread_local Context* this_thread = nullptr;
+
+struct ReleaseAtThreadExit {
+  ~ReleaseAtThreadExit() {
+    if (this_thread == nullptr) return;
     Guard guard;
-    context->stack.clear();
-    tap().free_contexts.push_back(context);
-    context = nullptr;
+    this_thread->stack.clear();
+    tap().free_contexts.push_back(this_thread);
+    this_thread = nullptr;
   }
 };
 
-thread_local ContextHandle this_thread;
-
 Context& context() {
-  if (this_thread.context == nullptr) this_thread.context = claim_context();
-  return *this_thread.context;
+  if (this_thread == nullptr) {
+    this_thread = claim_context();
+    static thread_local ReleaseAtThreadExit release;
+    (void)release;
+  }
+  return *this_thread;
 }
 
 NodeKey current_node() {

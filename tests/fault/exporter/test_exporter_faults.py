@@ -166,20 +166,20 @@ def test_file_in_place_of_the_directory(tmp_path):
 
 def test_record_replaced_while_it_is_read(tmp_path):
     """A scrape at the instant of a write would see half a record, or none."""
-    with living(tmp_path, make_record(0, 100), make_record(1)) as (store, _):
+    with living(tmp_path, make_record(0, 30), make_record(1)) as (store, _):
         done = threading.Event()
 
         def rewrite():
             step = 0
             while not done.is_set():
                 step += 1
-                store.write(encode(make_record(0, 100, step=step)))
+                store.write(encode(make_record(0, 30, step=step)))
 
         writer = threading.Thread(target=rewrite)
         writer.start()
         try:
             app = application(tmp_path, Clock(WRITTEN_AT + 1))
-            for _ in range(30):
+            for _ in range(20):
                 text = ask(app).text
                 assert states(text) == {"0": "running", "1": "running"}
         finally:

@@ -21,7 +21,8 @@ JOB = "llama-pretrain"
 
 def values(*ranks, errors=None):
     """Metric -> labels -> value."""
-    found = families(Snapshot(taken_at=0.0, ranks=ranks, rejections=(), num_errors=errors or {}, problem=""))
+    snapshot = Snapshot(taken_at=0.0, ranks=ranks, rejections=(), num_errors=errors or {}, problem="")
+    found = list(families(snapshot))
     assert all(len({s.labels for s in family.samples}) == len(family.samples) for family in found)
     assert all(len(s.labels) == len(family.metric.labels) for family in found for s in family.samples)
     return {family.metric: {s.labels: s.value for s in family.samples} for family in found}
