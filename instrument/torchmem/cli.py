@@ -132,7 +132,7 @@ def _show(arguments: argparse.Namespace) -> int:
     if arguments.json:
         import json
 
-        print(json.dumps(show.as_data(found.ranks, book, by, arguments.top), indent=2, allow_nan=False))
+        text = json.dumps(show.as_data(found.ranks, book, by, arguments.top), indent=2, allow_nan=False) + "\n"
     else:
         from rich.console import Console
 
@@ -141,7 +141,9 @@ def _show(arguments: argparse.Namespace) -> int:
         console = Console(highlight=False)
         with console.capture() as drawn:  # rich has an end of its own, with status 1, for a pipe that closes
             show.draw(console, found.ranks, book, by, arguments.top)
-        print(drawn.get(), end="")
+        text = drawn.get()
+    # Line by line: unbuffered, Python would take a single write that a closed pipe cut short for a whole one.
+    sys.stdout.writelines(text.splitlines(keepends=True))
     return 0
 
 

@@ -162,7 +162,7 @@ def main() -> None:
         plan = Plan(num_pairs, block_seconds, directory)
         result = report(run_ranks(measure, NUM_RANKS, plan, timeout=timeout))
     if options.json:
-        print(json.dumps(result, indent=1))  # noqa: T201 - a program's output
+        print(json.dumps(result, indent=1))
     else:
         show(result)
 

@@ -217,7 +217,7 @@ def main() -> int:
     if arguments.json:
         figures = {"milliseconds": {**costs._asdict(), "total": costs.total}, "busy_loop": slowdown._asdict()}
         num_bytes = figures["milliseconds"].pop("num_bytes")
-        print(json.dumps({"num_bytes": num_bytes, "target_milliseconds": TARGET_MS, **figures}, indent=2))  # noqa: T201
+        print(json.dumps({"num_bytes": num_bytes, "target_milliseconds": TARGET_MS, **figures}, indent=2))
     else:
         report(Console(highlight=False).print, costs, slowdown)
     return 0 if costs.total < TARGET_MS else 1

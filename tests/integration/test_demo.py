@@ -31,7 +31,11 @@ MOMENTS = {
     "reporting": "From /metrics",
 }
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(sys.platform != "linux", reason="reads /proc"),
+]
 
 
 class RunningDemo:

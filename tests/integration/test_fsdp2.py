@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from jobs.fsdp2 import Variant, fsdp2_job
-from jobs.ranks import run_alone, run_ranks
 from torch.distributed.fsdp import FSDPModule
 
 import torchmem
+from jobs.fsdp2 import Variant, fsdp2_job
+from jobs.ranks import run_alone, run_ranks
 from torchmem.engine import native
 from torchmem.model import RefType
 
@@ -141,7 +141,7 @@ def test_a_changed_torch_costs_one_labeler():
     assert whole
 
 
-def identical(_rank: int, _world_size: int, watched: bool) -> list[list[float]]:
+def identical(_rank: int, _world_size: int, watched: str) -> list[list[float]]:
     job = fsdp2_job(Variant("mixed", mixed_precision=True))
     monitor = torchmem.install(job.model, job.optimizer, **settings()) if watched else None
     for _ in range(3):
@@ -155,6 +155,6 @@ def identical(_rank: int, _world_size: int, watched: bool) -> list[list[float]]:
 @pytest.mark.slow
 def test_training_is_bit_identical():
     """Watching would change what the job computes."""
-    on, off = run_ranks(identical, 2, True), run_ranks(identical, 2, False)
+    on, off = run_ranks(identical, 2, "watched"), run_ranks(identical, 2, "")
     for rank in range(2):
         assert on[rank] == off[rank]

@@ -323,14 +323,15 @@ def test_name_that_the_encoding_lacks_is_shown_somehow(write, tmp_path):
     assert "gr??e" in ended.stdout
 
 
-def test_closed_pipe_ends_quietly(write, tmp_path):
+@pytest.mark.parametrize("unbuffered", ["", "1"], ids=["buffered", "unbuffered"])
+def test_closed_pipe_ends_quietly(write, tmp_path, unbuffered):
     """``torchmem show | head -1`` would end in a traceback."""
     for rank in range(200):  # far more than a pipe holds
         write(rank_of("train", rank))
     code = "import sys; from torchmem.cli import main; sys.exit(main())"
     script = '"$0" -c "$1" show "$2" | head -1; echo ${PIPESTATUS[0]}'
     command = ["bash", "-c", script, sys.executable, code, str(tmp_path)]
-    environment = {**os.environ, **NOT_A_TERMINAL}
+    environment = {**os.environ, **NOT_A_TERMINAL, "PYTHONUNBUFFERED": unbuffered}
     ended = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60, env=environment)
     assert ended.stderr == ""
     assert ended.stdout.splitlines() == ["train rank 0/2 on node-1, pid 4321, step 412: running", "141"]

@@ -14,6 +14,8 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
+import torch
+
 logger = logging.getLogger("torchmem")
 
 _MISSING = object()
@@ -39,7 +41,8 @@ class GuardedHook:
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         """Runs the function unless the labeler is off; its time is charged to the labeler."""
-        if not self._hooks.active:
+        # While torch.compile traces the call, reading a clock would split the graph.
+        if torch.compiler.is_compiling() or not self._hooks.active:
             return
         began = time.perf_counter()
         try:

@@ -40,7 +40,7 @@ def work(number):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-for number in range(80):
+for number in range(40):
     pid = os.fork()
     if pid == 0:
         work(number)

@@ -39,7 +39,7 @@ print(sorted(os.listdir(store.path.parent)))
 
 
 def in_small_tmpfs(folder, size):
-    """The command that runs what follows with a small tmpfs mounted on the folder; None where mounting is not allowed."""
+    """The command that runs what follows with a small tmpfs on the folder; None where mounting is not allowed."""
     script = f'mount -t tmpfs -o size={size} torchmem-test "$0" && exec "$@"'
     command = ["unshare", "--mount", "sh", "-c", script, str(folder)]
     probe = subprocess.run([*command, "true"], capture_output=True, check=False, timeout=60)

@@ -22,7 +22,8 @@ from torchmem.wire.publisher import Publisher
 from torchmem.wire.store import RankStore
 
 def train(folder, end):
-    publisher = Publisher(RankStore(Path(folder), "train", 0), lambda is_final: b"final" if is_final else b"running", 3600)
+    store = RankStore(Path(folder), "train", 0)
+    publisher = Publisher(store, lambda is_final: b"final" if is_final else b"running", 3600)
     publisher.start()
     while publisher.num_written == 0:
         pass
@@ -188,7 +189,7 @@ def test_logging_handler_that_raises_does_not_end_publishing(store):
 
 def test_closed_publisher_leaves_nothing_to_run_at_exit(store):
     """Each closed monitor would be kept, with its model's books, until the process ends."""
-    import multiprocessing.util as util
+    from multiprocessing import util
 
     publisher = Publisher(store, kind, NEVER)
     publisher.start()
