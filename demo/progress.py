@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 PLAIN_SECONDS = 5.0
+STARTING = "starting (a first run compiles the native engine)"
 MIB = 1 << 20
 
 
@@ -31,7 +32,7 @@ class Bar:
             TextColumn("{task.fields[facts]}"),
             TimeRemainingColumn(),
         )
-        self._task = self._progress.add_task("starting", total=num_steps, facts="", start=False)
+        self._task = self._progress.add_task(STARTING, total=num_steps, facts="", start=False)
 
     def __enter__(self) -> Self:
         self._progress.start()
@@ -61,6 +62,7 @@ class Lines:
         self._next_at = 0.0
 
     def __enter__(self) -> Self:
+        self.note(STARTING)
         return self
 
     def __exit__(

@@ -11,11 +11,13 @@ or the record's directory cannot be used, one warning says why and the job goes 
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
 import warnings
 from collections import deque
+from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +36,10 @@ if TYPE_CHECKING:
 
 RING_STEPS = 512
 FACTS_INTERVAL_SECONDS = 1.0
+MAX_FORWARDS_IN_STEP = 1000
+NO_STEP = "no step has ended in 1000 forwards: pass the optimizer to install(), or call monitor.step()"
+
+logger = logging.getLogger("torchmem")
 _EMPTY_TOTALS = bytes(8 * len(RefType))
 
 _current: Monitor | None = None
@@ -91,6 +97,7 @@ class Monitor:
         self._hook_seconds = 0.0
         self._step_number = 0
         self._step_seconds = 0.0
+        self._num_forwards = 0
         self._own_seconds = 0.0
         self._ring: deque[Step] = deque(maxlen=RING_STEPS)
         self._facts: list[Any] = []
@@ -182,7 +189,7 @@ class Monitor:
             engine,
             owners,
             lambda p: RefType.SHARDED_PARAMETER if fsdp2.is_sharded(p) else RefType.PARAMETER,
-            optimizers.before_forward,
+            lambda: self._before_forward(optimizers.before_forward),
         )
         for labeler in (modules, fsdp2, optimizers):
             try:
@@ -220,8 +227,15 @@ class Monitor:
             self._step_number += 1
             self._step_seconds += began - self._step_began
         self._step_began = began
+        self._num_forwards = 0
         if self._native is not None:
             self._close_books(counts=counts)
+
+    def _before_forward(self, drop_stale_label: Callable[[], None]) -> None:
+        drop_stale_label()
+        self._num_forwards += 1
+        if self._num_forwards == MAX_FORWARDS_IN_STEP:
+            logger.warning("%s: nothing new is published", NO_STEP)
 
     def _close_books(self, *, counts: bool) -> None:
         now = time.monotonic()
@@ -289,7 +303,12 @@ class Monitor:
             wire.Labeler(name=labeler.name, up=not labeler.hooks.failure, reason=labeler.hooks.failure)
             for labeler in self._labelers
         ]
-        return [wire.Labeler(name="engine", up=not self._engine_failure, reason=self._engine_failure), *states]
+        stepless = NO_STEP if self._num_forwards >= MAX_FORWARDS_IN_STEP else ""
+        return [
+            wire.Labeler(name="engine", up=not self._engine_failure, reason=self._engine_failure),
+            wire.Labeler(name="step", up=not stepless, reason=stepless),
+            *states,
+        ]
 
     def _start_publisher(self, rank: int) -> None:
         try:

@@ -141,6 +141,19 @@ def test_step_without_optimizer(model, settings):
         assert by_reftype(monitor.snapshot(), "step_peak")["activation"] > 0
 
 
+def test_a_loop_that_never_ends_a_step_is_named(model, settings, caplog):
+    """A loop without an optimizer and without monitor.step() would publish old figures and say nothing."""
+    with torchmem.install(model, **settings) as monitor, torch.no_grad():
+        for _ in range(1000):
+            model(torch.ones(1, SIZE))
+        [step] = [labeler for labeler in monitor.snapshot().labelers if labeler.name == "step"]
+        assert not step.up
+        assert "call monitor.step()" in step.reason
+        assert len(caplog.records) == 1
+        monitor.step()
+        assert all(labeler.up for labeler in monitor.snapshot().labelers)
+
+
 def test_exception_in_the_optimizer_leaves_the_next_step_right(model, settings):
     """A failed optimizer step would label the whole next iteration as the optimizer's scratch."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -336,7 +336,8 @@ PyObject* py_counters(PyObject*, PyObject*) {
     tap = ledger.tap_counters();
     num_blocks = ledger->num_blocks();
   }
-  return Py_BuildValue("{sKsKsKsKsKsKsKsKsKsK}", "num_events", books.num_events, "num_unknown_frees",
+  return Py_BuildValue("{sKsKsKsKsKsKsKsKsKsKsK}", "num_events", books.num_events, "num_dropped_corrections",
+                       books.num_dropped_corrections, "num_unknown_frees",
                        books.num_unknown_frees, "num_double_allocations", books.num_double_allocations,
                        "num_unmatched_pops", books.num_unmatched_pops, "num_ignored_devices",
                        books.num_ignored_devices, "num_hook_calls", tap.num_hook_calls, "event_nanoseconds",

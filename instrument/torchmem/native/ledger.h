@@ -27,6 +27,7 @@ constexpr uint32_t kActivation = 14;
 constexpr uint32_t kTemporary = 16;
 constexpr uint32_t kMaxDevices = 9;     // in use by one process: the CPU and eight accelerators
 constexpr uint32_t kMaxDeviceIds = 64;  // 0 is the CPU, 1 + i accelerator i
+constexpr size_t kMaxCorrections = 1 << 18;  // in one step; a loop that never ends its step must not grow
 constexpr uint32_t kOutside = 0;      // the owner of what no module made
 
 using Totals = std::array<int64_t, kNumReftypes>;
@@ -68,6 +69,7 @@ struct Counters {
   uint64_t num_double_allocations = 0;
   uint64_t num_unmatched_pops = 0;
   uint64_t num_ignored_devices = 0;
+  uint64_t num_dropped_corrections = 0;
 };
 
 // The highest step peak of a time window, and each module's own highest.
@@ -345,7 +347,10 @@ class Ledger {
     }
     const uint16_t old_type = static_cast<uint16_t>(block.cell % kNumReftypes);
     const uint16_t new_type = static_cast<uint16_t>(to % kNumReftypes);
-    if (old_type != new_type) {
+    if (old_type == new_type) return;
+    if (hindsight_.size() == kMaxCorrections) {
+      ++counters.num_dropped_corrections;
+    } else {
       hindsight_.push_back({block.birth, sequence_, block.num_bytes, block.device, old_type, new_type});
     }
   }

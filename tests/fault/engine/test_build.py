@@ -66,7 +66,7 @@ with warnings.catch_warnings(record=True) as caught:
 ours = [str(w.message) for w in caught if "torchmem" in str(w.message)]
 record = monitor.snapshot()
 monitor.close()
-[engine] = record.labelers
+engine = record.labelers[0]
 print(len(ours), ours[0])
 print(record.identity.engine, record.clock.step, record.devices, engine.up)
 """
