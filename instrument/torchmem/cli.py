@@ -79,7 +79,10 @@ def _parser() -> argparse.ArgumentParser:
         "--peak", dest="book", action="store_const", const="peak", help="at the peak of a step (the default)"
     )
     book.add_argument("--usage", dest="book", action="store_const", const="usage", help="at the end of the last step")
-    show.add_argument("--json", action="store_true", help="the same as JSON")
+    show.add_argument(
+        "--unfold", action="store_true", help="tell layers.0, layers.1, ... apart instead of summing them as layers.*"
+    )
+    show.add_argument("--json", action="store_true", help="the same as JSON, unfolded")
     show.set_defaults(book="peak")
     help_text = "compile the native engine into the cache"
     commands.add_parser("build", help=help_text, description=f"{help_text.capitalize()}.")
@@ -140,7 +143,7 @@ def _show(arguments: argparse.Namespace) -> int:
             sys.stdout.reconfigure(errors="replace")  # a module's name may not fit the terminal's encoding
         console = Console(highlight=False)
         with console.capture() as drawn:  # rich has an end of its own, with status 1, for a pipe that closes
-            show.draw(console, found.ranks, book, by, arguments.top)
+            show.draw(console, found.ranks, book, by, arguments.top, fold=not arguments.unfold)
         text = drawn.get()
     # Line by line: unbuffered, Python would take a single write that a closed pipe cut short for a whole one.
     sys.stdout.writelines(text.splitlines(keepends=True))

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import enum
 import math
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -66,7 +67,15 @@ class Holders:
     total_bytes: int
 
 
-def holders(record: Record, device: Device, book: Book, by: By, top: int) -> Holders:
+_INDEX = re.compile(r"(?<![^.])\d+(?![^.])")
+
+
+def folded(module: str) -> str:
+    """The name of all modules that differ only in their indices: ``layers.17.mlp`` is one of ``layers.*.mlp``."""
+    return _INDEX.sub("*", module)
+
+
+def holders(record: Record, device: Device, book: Book, by: By, top: int, *, fold: bool = False) -> Holders:
     """Who holds the bytes of one book of a device.
 
     Args:
@@ -75,10 +84,12 @@ def holders(record: Record, device: Device, book: Book, by: By, top: int) -> Hol
         book: which book.
         by: what a row stands for.
         top: rows shown; the rest are summed.
+        fold: sum modules that differ only in their indices.
     """
+    names = [folded(name) for name in record.modules] if fold else record.modules
     sums: dict[tuple[str | None, str | None], int] = {}
     for cell in unpack_cells(device.step_peak if book is Book.PEAK else device.usage):
-        module = None if by is By.REFTYPE else record.modules[cell.module]
+        module = None if by is By.REFTYPE else names[cell.module]
         reftype = None if by is By.MODULE else record.reftypes[cell.reftype]
         sums[module, reftype] = sums.get((module, reftype), 0) + cell.num_bytes
     rows = [Holder(module, reftype, num_bytes) for (module, reftype), num_bytes in sums.items()]
@@ -141,7 +152,7 @@ def _device_data(device: Device, held: Holders) -> dict[str, Any]:
     }
 
 
-def draw(console: Console, views: list[RankView], book: Book, by: By, top: int) -> None:
+def draw(console: Console, views: list[RankView], book: Book, by: By, top: int, *, fold: bool = False) -> None:
     """Prints each device of each rank: a heading, and a table of who holds its memory."""
     from rich.padding import Padding
     from rich.text import Text
@@ -156,7 +167,7 @@ def draw(console: Console, views: list[RankView], book: Book, by: By, top: int) 
             console.print("  nothing is counted on this rank")
         for device in view.record.devices:
             console.print(_device_heading(device))
-            held = holders(view.record, device, book, by, top)
+            held = holders(view.record, device, book, by, top, fold=fold)
             if held.total_bytes:
                 console.print(f"  who holds the memory {book.description}:", style="italic")
                 console.print(Padding.indent(_table(held, by, console.encoding), 2))

@@ -1,4 +1,4 @@
-"""What a record costs: ``python tests/bench/record_cost.py [--repeats 50] [--seconds 20] [--json]``.
+"""What a record costs: ``python tests/bench/record_cost.py [--repeats 50] [--rounds 3] [--short] [--json]``.
 
 Two figures. The record of a large rank (300 modules x 5 reftypes in each of 3 books, a full ring of 512 steps) is
 encoded, written to the default directory's file system, read back and decoded: the median of each, and their sum
@@ -39,7 +39,8 @@ TARGET_MS = 10.0
 PUBLISH_INTERVAL = 1.0
 BLOCK_SECONDS = 2.0
 """Long enough for two records, short enough that neighbouring blocks see much the same machine."""
-MIN_BLOCKS = 3
+NUM_REPEATS, NUM_SHORT_REPEATS = 50, 20
+NUM_ROUNDS, NUM_SHORT_ROUNDS = 3, 1
 LOOP_LENGTH = 20_000
 ME = frozenset({os.geteuid()})
 
@@ -154,11 +155,11 @@ def measure_costs(record: wire.Record, num_repeats: int) -> Costs:
     return Costs(encode, write, read, decode, len(encoded))
 
 
-def measure_slowdown(record: wire.Record, num_seconds: float) -> Slowdown:
+def measure_slowdown(record: wire.Record, num_rounds: int) -> Slowdown:
     """Loops of a busy thread, bare, with a publisher and bare again, in turn."""
     rounds = []
     num_written = 0
-    for _ in range(max(MIN_BLOCKS, round(num_seconds / (3 * BLOCK_SECONDS)))):
+    for _ in range(num_rounds):
         before = seconds_per_loop()
         with rank_store() as store:
             publisher = Publisher(store, lambda _is_final: wire.encode(record), PUBLISH_INTERVAL)
@@ -207,13 +208,15 @@ def report(say: Callable[..., None], costs: Costs, slowdown: Slowdown) -> None:
 def main() -> int:
     """Measures and prints; status 1 where the target is missed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=50, help="records per median (default: 50)")
-    parser.add_argument("--seconds", type=float, default=20.0, help="seconds for the busy loop (default: 20)")
+    parser.add_argument("--repeats", type=int, help=f"records per median (default: {NUM_REPEATS})")
+    parser.add_argument("--rounds", type=int, help=f"rounds of the busy loop, 6 s each (default: {NUM_ROUNDS})")
+    parser.add_argument("--short", action="store_true", help="fewer of both")
     parser.add_argument("--json", action="store_true", help="the figures as JSON")
     arguments = parser.parse_args()
+    num_repeats, num_rounds = (NUM_SHORT_REPEATS, NUM_SHORT_ROUNDS) if arguments.short else (NUM_REPEATS, NUM_ROUNDS)
     record = large_record()
-    costs = measure_costs(record, max(1, arguments.repeats))
-    slowdown = measure_slowdown(record, arguments.seconds)
+    costs = measure_costs(record, max(1, arguments.repeats or num_repeats))
+    slowdown = measure_slowdown(record, max(1, arguments.rounds or num_rounds))
     if arguments.json:
         figures = {"milliseconds": {**costs._asdict(), "total": costs.total}, "busy_loop": slowdown._asdict()}
         num_bytes = figures["milliseconds"].pop("num_bytes")

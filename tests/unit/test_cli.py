@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 from rich.console import Console
 
@@ -414,3 +415,31 @@ def test_every_reftype_has_a_name_to_show():
     record = small_records.record(devices=[small_records.device(step_peak=wire.pack_cells(cells))])
     held = show.holders(record, record.devices[0], show.Book.PEAK, show.By.REFTYPE, 100)
     assert {row.reftype for row in held.shown} == {reftype.label for reftype in RefType}
+
+
+@pytest.mark.parametrize(
+    ("name", "folded"),
+    [
+        ("layers.17.mlp.0", "layers.*.mlp.*"),
+        ("(root)", "(root)"),
+        ("0", "*"),
+        ("conv2d.layer1", "conv2d.layer1"),
+        ("(outside modules)", "(outside modules)"),
+    ],
+)
+def test_only_indices_are_folded(name, folded):
+    """A stack of layers would fill the table, or modules of different names become one."""
+    assert show.folded(name) == folded
+
+
+def test_layers_are_summed_unless_asked_for(write, tmp_path, capsys):
+    """A model of a hundred layers would show none of its totals, or never show its layers."""
+    record = now()
+    names = ["(outside modules)", "(root)", *(f"layers.{i}" for i in range(len(record.modules) - 2))]
+    write(msgspec.structs.replace(record, modules=names))
+    assert cli.main(["show", str(tmp_path), "--by", "module"]) == 0
+    assert "layers.*" in capsys.readouterr().out
+    assert cli.main(["show", str(tmp_path), "--by", "module", "--unfold"]) == 0
+    unfolded = capsys.readouterr().out
+    assert "layers.*" not in unfolded
+    assert "layers.0" in unfolded
