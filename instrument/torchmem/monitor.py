@@ -295,7 +295,8 @@ class Monitor:
         for labeler in self._labelers:
             seconds += labeler.hooks.seconds
         if counters:
-            seconds += counters["event_nanoseconds"] / 1e9 + counters["num_hook_calls"] * self._hook_seconds
+            seconds += (counters["event_nanoseconds"] + counters["label_nanoseconds"]) / 1e9
+            seconds += counters["num_hook_calls"] * self._hook_seconds
         return seconds
 
     def _labeler_states(self) -> list[wire.Labeler]:

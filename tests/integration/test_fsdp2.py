@@ -125,7 +125,7 @@ def broken(_rank: int, _world_size: int) -> tuple[dict[str, bool], bool]:
         raise RuntimeError("changed")
 
     job = fsdp2_job()
-    Fsdp2Labeler._enter_unshard = fail
+    Fsdp2Labeler._target = fail
     with torchmem.install(job.model, job.optimizer, **settings()) as monitor:
         for _ in range(2):
             job.step(job.batches())

@@ -1,24 +1,20 @@
 """What torchmem is asked to do in one step of an FSDP2 job, and what each of those things costs.
 
 Counted in real steps: allocator events, calls of watched modules' hooks, calls of the FSDP2 methods that are labelled,
-optimizer steps. Events and labels are timed where they happen, caches cold, as the engine samples and the labelers
-time them; a module's hook, too short for that, as what it adds to the call of a module that does nothing.
+optimizer steps. Events and labels are timed where they happen, caches cold, by the engine's own samples; a module's
+hook, too short for that, as what it adds to the call of a module that does nothing.
 Known limits: the publisher's thread is not in the bill: it does not run in the training thread.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import statistics
 import time
-from collections import Counter
 from typing import TYPE_CHECKING, Any, NamedTuple
-from unittest import mock
 
 import torch
 from torch import nn
-from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 import torchmem
 
@@ -27,7 +23,6 @@ if TYPE_CHECKING:
 
     from jobs.model import Job
 
-LABELLED = ("unshard", "wait_for_unshard", "post_backward")
 _NUM_WARM_STEPS = 5
 _NUM_REPEATS = 9
 
@@ -73,7 +68,6 @@ def account(job: Job, num_steps: int, directory: str, depth: int) -> Account:
     """
     for _ in range(_NUM_WARM_STEPS):
         job.step()
-    num_label_calls = _count_label_calls(job)
     with torchmem.install(job.model, job.optimizer, dir=directory, depth=depth) as monitor:
         for _ in range(_NUM_WARM_STEPS):
             job.step()
@@ -85,12 +79,12 @@ def account(job: Job, num_steps: int, directory: str, depth: int) -> Account:
         events = {name: number - counters[name] for name, number in monitor.snapshot().counters.items()}
         labels = {name: seconds - labels[name] for name, seconds in _label_seconds(monitor).items()}
         record_seconds = _seconds(monitor.snapshot, num_calls=50)
-    num_events, num_hook_calls = events["num_events"], events["num_hook_calls"]
+    num_events, num_hook_calls, num_labels = (events[f"num_{name}"] for name in ("events", "hook_calls", "label_calls"))
     items = [
         Item("allocator events", num_events / num_steps, events["event_nanoseconds"] / 1e9 / num_events),
         Item("module hooks", num_hook_calls / num_steps, _hook_seconds(directory)),
         Item("root's inputs", 1, labels["module"] / num_steps),
-        Item("FSDP2 labels", num_label_calls, labels["fsdp2"] / num_steps / num_label_calls),
+        Item("FSDP2 labels", num_labels / num_steps, events["label_nanoseconds"] / 1e9 / num_labels),
         Item("optimizer labels and the step's end", 1, labels["optimizer"] / num_steps),
     ]
     return Account(items, step_seconds, record_seconds)
@@ -98,25 +92,6 @@ def account(job: Job, num_steps: int, directory: str, depth: int) -> Account:
 
 def _label_seconds(monitor: torchmem.Monitor) -> dict[str, float]:
     return {labeler.name: labeler.hooks.seconds for labeler in monitor._labelers}
-
-
-def _count_label_calls(job: Job) -> int:
-    counts: Counter[str] = Counter()
-
-    def counting(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            counts[name] += 1
-            return original(*args, **kwargs)
-
-        return wrapper
-
-    with contextlib.ExitStack() as patches:
-        for name in LABELLED:
-            original = getattr(FSDPParamGroup, name)
-            patches.enter_context(mock.patch.object(FSDPParamGroup, name, counting(name, original)))
-        job.step()
-    return counts.total()
 
 
 def _hook_seconds(directory: str) -> float:

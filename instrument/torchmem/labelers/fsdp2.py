@@ -21,6 +21,7 @@ import sys
 import weakref
 from collections.abc import Iterator
 from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
@@ -31,12 +32,13 @@ from torchmem.labelers.hooks import HookSet
 from torchmem.labelers.owners import OwnerTable, plain_tensors
 from torchmem.model import RefType
 
-# Plain integers: on the path of every call an enum member would cost a conversion.
-_ALL_GATHER = int(RefType.ALL_GATHER)
-_REDUCE_SCATTER = int(RefType.REDUCE_SCATTER)
-_UNSHARDED_PARAMETER = int(RefType.UNSHARDED_PARAMETER)
-_UNSHARDED_GRADIENT = int(RefType.UNSHARDED_GRADIENT)
-_SHARDED_GRADIENT = int(RefType.SHARDED_GRADIENT)
+_LABELS = {
+    "unshard": (int(RefType.ALL_GATHER), -1, -1),
+    # What is left once the parameters are named is copying between the buffer and them.
+    "wait_for_unshard": (int(RefType.ALL_GATHER), -1, int(RefType.UNSHARDED_PARAMETER)),
+    "post_backward": (int(RefType.REDUCE_SCATTER), int(RefType.UNSHARDED_GRADIENT), -1),
+}
+"""By method: the label of what it allocates, of the gradients before it, of the unsharded parameters after it."""
 
 
 def param_groups(model: nn.Module) -> list[Any]:
@@ -50,19 +52,6 @@ def param_groups(model: nn.Module) -> list[Any]:
             for group in module._get_fsdp_state()._fsdp_param_groups:  # noqa: SLF001  # there is no public way
                 groups[id(group)] = group
     return list(groups.values())
-
-
-class _Group:
-    """What is remembered of one parameter group, as its attribute ``_torchmem`` while the labeler is on."""
-
-    __slots__ = ("owner", "parameters", "unsharded")
-
-    def __init__(self, owner: int) -> None:
-        self.owner = owner
-        self.parameters: Any = None
-        """Group of tensors that hold the unsharded parameters; made at the first unshard."""
-        self.unsharded: Any = None
-        """Group of the unsharded parameters themselves, whose gradients are wanted."""
 
 
 class Fsdp2Labeler:
@@ -94,23 +83,15 @@ class Fsdp2Labeler:
         """
         from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
-        patches = {
-            "unshard": (self._enter_unshard, None),
-            "wait_for_unshard": (self._enter_unshard, self._after_wait_for_unshard),
-            "post_backward": (self._enter_post_backward, self._after_post_backward),
-        }
-        if missing := [name for name in patches if not hasattr(FSDPParamGroup, name)]:
+        if missing := [name for name in _LABELS if not hasattr(FSDPParamGroup, name)]:
             raise AttributeError(f"FSDPParamGroup of torch {torch.__version__} has no {', '.join(missing)}")
         for group in self._groups:
             self._adopt_unsharded(group)
-        leave = self._native.cut_stack
-        for name, (enter, after) in patches.items():
-            self.hooks.patch(FSDPParamGroup, name, partial(self.hooks.labelled, enter=enter, leave=leave, after=after))
+        for name in _LABELS:
+            self.hooks.patch(FSDPParamGroup, name, partial(self._labelled, name))
             for group in self._groups:
-                if name in vars(group):  # already bound: it is called without the group
-                    bound = partial(after, group) if after else None
-                    make = partial(self.hooks.labelled, enter=partial(enter, group), leave=leave, after=bound)
-                    self.hooks.patch(group, name, make)
+                if name in vars(group):
+                    self.hooks.patch(group, name, partial(self._labelled_bound, name, group))
 
     def detach(self) -> None:
         """Takes the patches off."""
@@ -125,50 +106,45 @@ class Fsdp2Labeler:
             storage = tensor.untyped_storage()
             self._native.adopt(storage._cdata, owner, RefType.UNSHARDED_PARAMETER)  # noqa: SLF001  # as above
 
-    def _of(self, group: Any) -> _Group:
-        try:
-            known: _Group = group._torchmem  # noqa: SLF001  # ours: an attribute is the quickest way to find it
-        except AttributeError:
-            known = group._torchmem = _Group(self._owners.of_module(group.modules[0]))  # noqa: SLF001  # as above
-            self._groups.add(group)
-        return known
+    def _labelled(self, name: str, original: Any) -> Any:
+        reftype, gradients_before, parameters_after = _LABELS[name]
+        after = {"wait_for_unshard": self._remember_unsharded, "post_backward": self._after_post_backward}.get(name)
+        call = self._native.make_label_call(
+            original, self._target, after, self.hooks.fail, reftype, gradients_before, parameters_after
+        )
+        self.hooks.on_off(call.disable)
+        return call
 
-    def _enter_unshard(self, group: Any, *_: Any) -> int:
-        # In wait_for_unshard too: what is left once the parameters are named is copying between the buffer and them.
-        depth: int = self._native.push_label(self._of(group).owner, _ALL_GATHER)
-        return depth
+    def _labelled_bound(self, name: str, group: Any, original: Any) -> Any:
+        # A bound method is called without the group, which the label needs.
+        return MethodType(self._labelled(name, lambda _group, *args, **kwargs: original(*args, **kwargs)), group)
 
-    def _after_wait_for_unshard(self, group: Any) -> None:
-        known = self._of(group)
-        if known.parameters is None:
-            self._remember_unsharded(known, group)
-        if known.parameters is not None:
-            known.parameters.relabel(_UNSHARDED_PARAMETER)
+    def _target(self, group: Any) -> Any:
+        """What the engine knows of a group, left on it where it is quickly found."""
+        group._torchmem = self._native.make_target(self._owners.of_module(group.modules[0]))  # noqa: SLF001  # our own attribute
+        self._groups.add(group)
+        return group._torchmem  # noqa: SLF001  # as above
 
-    def _remember_unsharded(self, known: _Group, group: Any) -> None:
+    def _remember_unsharded(self, group: Any) -> None:
+        """Names the parameters after the first unshard; from then on the engine does so by itself."""
         if not all(hasattr(p, "_unsharded_param") for p in group.fsdp_params):
             return  # nothing was unsharded yet
+        known = group._torchmem  # noqa: SLF001  # as above
         # _cdata is the address of the TensorImpl
         known.parameters = self._native.make_group([(t._cdata, o) for t, o in _unsharded_storage(group, self._owners)])  # noqa: SLF001
         known.unsharded = self._native.make_group(
             [(p._unsharded_param._cdata, _owner_of(p, self._owners)) for p in group.fsdp_params]  # noqa: SLF001  # as above
         )
+        known.parameters.relabel(RefType.UNSHARDED_PARAMETER)
 
-    def _enter_post_backward(self, group: Any, *_: Any) -> int:
-        known = self._of(group)
-        if known.unsharded is not None:
-            known.unsharded.relabel_gradients(_UNSHARDED_GRADIENT)
-        depth: int = self._native.push_label(known.owner, _REDUCE_SCATTER)
-        return depth
-
-    def _after_post_backward(self, group: Any, *_: Any) -> None:
-        owner = self._of(group).owner
+    def _after_post_backward(self, group: Any) -> None:
+        owner = group._torchmem.owner  # noqa: SLF001  # as above
         for parameter in group.fsdp_params:
             gradient = parameter.sharded_param.grad
             if gradient is None:
                 continue
             local = gradient._local_tensor if isinstance(gradient, DTensor) else gradient  # noqa: SLF001  # to_local() makes an autograd node
-            moved = self._native.relabel(local._cdata, owner, _SHARDED_GRADIENT)  # noqa: SLF001  # the address of the TensorImpl
+            moved = self._native.relabel(local._cdata, owner, RefType.SHARDED_GRADIENT)  # noqa: SLF001  # the address of the TensorImpl
             if moved and not parameter.offload_to_cpu:
                 break  # the group's other new gradients are views of this storage; older ones have their label
         if not group.reduce_grads:
@@ -180,7 +156,7 @@ class Fsdp2Labeler:
             if accumulated is not None:
                 for tensor in plain_tensors(accumulated):
                     owner = _owner_of(parameter, self._owners)
-                    self._native.relabel(tensor._cdata, owner, _UNSHARDED_GRADIENT)  # noqa: SLF001  # as above
+                    self._native.relabel(tensor._cdata, owner, RefType.UNSHARDED_GRADIENT)  # noqa: SLF001  # as above
 
 
 def _owner_of(fsdp_param: Any, owners: OwnerTable) -> int:

@@ -75,6 +75,7 @@ class HookSet:
         self.seconds = 0.0
         self._undo: list[Callable[[], None]] = []
         self._closed = False
+        self._disable: list[Callable[[], None]] = []
 
     @property
     def active(self) -> bool:
@@ -89,6 +90,7 @@ class HookSet:
         """Disables the labeler; its bytes are booked as if it were not there."""
         if not self.failure:
             self.failure = f"{type(error).__name__}: {error}"[:200]
+            self._switch_off()
             logger.warning("labeler %s is off: %s", self.labeler, self.failure)
 
     def guarded(self, function: Callable[..., None]) -> GuardedHook:
@@ -99,11 +101,11 @@ class HookSet:
         """Replaces ``owner.name`` by ``make(original)``.
 
         What ``make`` returns must run the original exactly once and let nothing else reach the caller; after ``close``
-        it may still be called, by whoever wrapped it since, and must then only pass through (see ``active``).
+        it may still be called, by whoever wrapped it since, and must then only pass through (see ``on_off``).
         """
         original = getattr(owner, name)
         found = vars(owner).get(name, _MISSING)
-        wrapper = functools.wraps(original)(make(original))
+        wrapper = make(original)
         setattr(owner, name, wrapper)
 
         def restore() -> None:
@@ -117,54 +119,20 @@ class HookSet:
 
         self._undo.append(restore)
 
-    def labelled(
-        self,
-        original: Callable[..., Any],
-        enter: Callable[..., int],
-        leave: Callable[[int], None],
-        after: Callable[..., None] | None = None,
-    ) -> Callable[..., Any]:
-        """The original with a label on what it allocates.
-
-        On the path of every call: ``enter(*args)`` gives the stack's depth, ``leave(depth)`` cuts it back, also on an
-        exception; ``after(*args)`` may correct labels then. One call in sixteen is timed for all.
-        """
-        num_calls = 0
-
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            nonlocal num_calls
-            if self.failure or self._closed:
-                return original(*args, **kwargs)
-            num_calls += 1
-            timed = not num_calls & 15
-            began = time.perf_counter() if timed else 0.0
-            try:
-                depth = enter(*args)
-            except Exception as error:  # noqa: BLE001  # as above
-                self.fail(error)
-                return original(*args, **kwargs)
-            if timed:
-                self.seconds += 16 * (time.perf_counter() - began)
-            try:
-                return original(*args, **kwargs)
-            finally:
-                began = time.perf_counter() if timed else 0.0
-                leave(depth)
-                if after is not None:
-                    try:
-                        after(*args)
-                    except Exception as error:  # noqa: BLE001  # as above
-                        self.fail(error)
-                if timed:
-                    self.seconds += 16 * (time.perf_counter() - began)
-
-        return wrapper
+    def on_off(self, disable: Callable[[], None]) -> None:
+        """Registers what must be switched off when the labeler fails or is closed."""
+        self._disable.append(disable)
 
     def close(self) -> None:
         """Undoes everything, newest first; safe to call twice."""
         self._closed = True
+        self._switch_off()
         while self._undo:
             try:
                 self._undo.pop()()
             except Exception as error:  # noqa: BLE001  # the rest must still be undone
                 self.fail(error)
+
+    def _switch_off(self) -> None:
+        while self._disable:
+            self._disable.pop()()

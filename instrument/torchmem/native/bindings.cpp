@@ -10,6 +10,7 @@
 
 #include <new>
 
+#include "label_call.h"
 #include "tap.h"
 #include "test_ledger.h"
 
@@ -101,13 +102,6 @@ PyObject* make_hook(PyObject*, PyObject* const* args, Py_ssize_t given) {
 
 // ---- owned tensors: a group whose storages, or whose gradients', are relabelled in one call
 
-struct TensorGroup {
-  PyObject_HEAD
-  OwnedTensors tensors;
-};
-
-PyTypeObject group_type = {PyVarObject_HEAD_INIT(nullptr, 0)};
-
 void group_dealloc(PyObject* self) {
   reinterpret_cast<TensorGroup*>(self)->tensors.~OwnedTensors();
   PyObject_Free(self);
@@ -148,6 +142,12 @@ PyMethodDef group_methods[] = {{"relabel", group_relabel<&relabel_tensors>, METH
                                {nullptr, nullptr, 0, nullptr}};
 
 // ---- functions
+
+PyObject* make_target(PyObject*, PyObject* argument) {
+  uint64_t owner;
+  if (!as_unsigned(argument, &owner) || !valid_cell(owner, 0)) return nullptr;
+  return label_call::new_target(static_cast<uint32_t>(owner));
+}
 
 PyObject* py_reset(PyObject*, PyObject* list) {
   PyObject* items = PySequence_Fast(list, "expected a sequence of owners");
@@ -336,7 +336,8 @@ PyObject* py_counters(PyObject*, PyObject*) {
     tap = ledger.tap_counters();
     num_blocks = ledger->num_blocks();
   }
-  return Py_BuildValue("{sKsKsKsKsKsKsKsKsKsKsK}", "num_events", books.num_events, "num_dropped_corrections",
+  return Py_BuildValue("{sKsKsKsKsKsKsKsKsKsKsKsKsK}", "num_label_calls", tap.num_label_calls, "label_nanoseconds",
+                       tap.label_nanoseconds, "num_events", books.num_events, "num_dropped_corrections",
                        books.num_dropped_corrections, "num_unknown_frees",
                        books.num_unknown_frees, "num_double_allocations", books.num_double_allocations,
                        "num_unmatched_pops", books.num_unmatched_pops, "num_ignored_devices",
@@ -362,6 +363,8 @@ PyMethodDef functions[] = {{"reset", py_reset, METH_O, nullptr},
                            {"disown", py_disown, METH_O, nullptr},
                            {"make_hook", as_method(make_hook), METH_FASTCALL, nullptr},
                            {"make_group", make_group, METH_O, nullptr},
+                           {"make_target", make_target, METH_O, nullptr},
+                           {"make_label_call", label_call::make, METH_VARARGS, nullptr},
                            {"push_label", as_method(py_push_label), METH_FASTCALL, nullptr},
                            {"cut_stack", py_cut_stack, METH_O, nullptr},
                            {"stack_depth", py_stack_depth, METH_NOARGS, nullptr},
@@ -386,7 +389,7 @@ bool ready_types() {
   group_type.tp_flags = Py_TPFLAGS_DEFAULT;
   group_type.tp_dealloc = group_dealloc;
   group_type.tp_methods = group_methods;
-  return PyType_Ready(&hook_type) == 0 && PyType_Ready(&group_type) == 0;
+  return PyType_Ready(&hook_type) == 0 && PyType_Ready(&group_type) == 0 && label_call::ready();
 }
 
 }  // namespace

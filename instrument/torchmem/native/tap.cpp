@@ -26,6 +26,8 @@ constexpr uint32_t kOther = 0;
 constexpr uint32_t kRecomputation = 15;
 constexpr int32_t kNoTask = -1;
 constexpr size_t kMaxContexts = 256;
+// A label's work is up to some hundred blocks: above this it was preempted.
+constexpr uint64_t kPreemptedLabelNanoseconds = 1'000'000;
 
 // Constructed once and never destroyed: frees may come after static destructors have begun.
 struct Tap {
@@ -38,6 +40,8 @@ struct Tap {
   std::deque<Context*> free_contexts;
   std::atomic<uint64_t> event_nanoseconds{0};
   std::atomic<uint64_t> hook_nanoseconds{0};
+  std::atomic<uint64_t> num_labels{0};
+  std::atomic<uint64_t> label_nanoseconds{0};
 };
 
 Tap& tap() {
@@ -273,6 +277,8 @@ void reset(std::vector<uint32_t> parents) {
   t.counters = TapCounters{};
   t.event_nanoseconds = 0;
   t.hook_nanoseconds = 0;
+  t.num_labels = 0;
+  t.label_nanoseconds = 0;
   t.phases = 0;
   for (auto& context : t.contexts) {
     context->timeline.clear();
@@ -430,6 +436,18 @@ size_t stack_depth() {
   return c.stack.size();
 }
 
+LabelTimer::LabelTimer() : sampled_((tap().num_labels.fetch_add(1) & 7) == 0) {
+  if (sampled_) start_ = Clock::now();
+}
+
+LabelTimer::~LabelTimer() {
+  if (!sampled_) return;
+  const uint64_t taken = nanoseconds_since(start_);
+  if (taken > clock_cost() && taken < kPreemptedLabelNanoseconds) {
+    tap().label_nanoseconds.fetch_add((taken - clock_cost()) * 8, std::memory_order_relaxed);
+  }
+}
+
 uint32_t end_step() {
   Guard guard;
   Tap& t = tap();
@@ -447,6 +465,8 @@ const TapCounters& LockedLedger::tap_counters() const {
   Tap& t = tap();
   t.counters.event_nanoseconds = t.event_nanoseconds.load();
   t.counters.hook_nanoseconds = t.hook_nanoseconds.load();
+  t.counters.num_label_calls = t.num_labels.load() / 2;  // one before and one after each call
+  t.counters.label_nanoseconds = t.label_nanoseconds.load();
   return t.counters;
 }
 

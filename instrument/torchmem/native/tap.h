@@ -7,6 +7,7 @@
 #include <c10/core/StorageImpl.h>
 #include <c10/core/TensorImpl.h>
 
+#include <chrono>
 #include <cstdint>
 #include <string>
 #include <utility>
@@ -28,6 +29,8 @@ struct TapCounters {
   uint64_t num_hook_calls = 0;
   uint64_t event_nanoseconds = 0;  // estimated from a sample of the events
   uint64_t hook_nanoseconds = 0;   // likewise
+  uint64_t num_label_calls = 0;
+  uint64_t label_nanoseconds = 0;  // likewise
   uint64_t num_ooms = 0;
 };
 
@@ -63,6 +66,19 @@ void leave_module(uint32_t owner);
 size_t push_label(uint32_t owner, uint32_t reftype);
 void cut_stack(size_t depth);
 size_t stack_depth();
+
+// Counts and times (one in eight) what a label adds before or after a call.
+class LabelTimer {
+ public:
+  LabelTimer();
+  ~LabelTimer();
+  LabelTimer(const LabelTimer&) = delete;
+  LabelTimer& operator=(const LabelTimer&) = delete;
+
+ private:
+  std::chrono::steady_clock::time_point start_;
+  bool sampled_;
+};
 
 // Closes the step; returns the phases it held.
 uint32_t end_step();

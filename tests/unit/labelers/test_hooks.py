@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from torchmem.engine import native
 from torchmem.labelers.hooks import HookSet
+from torchmem.model import RefType
 
 
 class Greeter:
@@ -14,27 +16,40 @@ class Greeter:
 
 @pytest.fixture
 def hooks():
+    native.load().reset([0])
     return HookSet("test")
 
 
-def label(hooks, target, *, enter=lambda *_: 0, leave=lambda _: None, after=None):
-    """Patches ``target.greet`` the way labelers do."""
-    hooks.patch(target, "greet", lambda original: hooks.labelled(original, enter, leave, after))
+def label(hooks, target, *, find=None, after=None):
+    """Patches ``target.greet`` the way labelers do, by a native label call."""
+    engine = native.load()
+
+    def make(original):
+        call = engine.make_label_call(
+            original, find or (lambda _: engine.make_target(0)), after, hooks.fail, int(RefType.ALL_GATHER), -1, -1
+        )
+        hooks.on_off(call.disable)
+        return call
+
+    hooks.patch(target, "greet", make)
 
 
-def test_patch_runs_around_the_original(hooks):
-    """The original would run twice, not at all, or with other arguments."""
-    seen = []
-    label(
-        hooks,
-        Greeter,
-        enter=lambda *args: seen.append(args) or 7,
-        leave=seen.append,
-        after=lambda *args: seen.append(args),
-    )
-    greeter = Greeter()
-    assert greeter.greet("you") == "hello you"
-    assert seen == [(greeter, "you"), 7, (greeter, "you")]
+def test_a_label_runs_around_the_original(hooks):
+    """The original would run twice, not at all, with other arguments, or without the label."""
+    engine, seen = native.load(), []
+
+    class Mine(Greeter):
+        def greet(self, name, *, suffix=""):
+            seen.append(engine.stack_depth())
+            return f"hello {name}{suffix}"
+
+    label(hooks, Mine, after=seen.append)
+    greeter = Mine()
+    assert greeter.greet("you", suffix="!") == "hello you!"
+    assert Mine.greet(greeter, name="me") == "hello me"
+    assert seen == [1, greeter, 1, greeter]
+    assert engine.stack_depth() == 0
+    assert Mine.greet.__wrapped__(greeter, "you") == "hello you"
     hooks.close()
 
 
@@ -61,7 +76,7 @@ def test_a_later_patch_of_somebody_else_survives(hooks):
         pass
 
     calls = []
-    label(hooks, Mine, enter=lambda *_: calls.append(1) or 0)
+    label(hooks, Mine, after=calls.append)
     ours = Mine.greet
     Mine.greet = lambda self, name: ours(self, name).upper()
     hooks.close()
@@ -69,7 +84,7 @@ def test_a_later_patch_of_somebody_else_survives(hooks):
     assert calls == []
 
 
-@pytest.mark.parametrize("broken", ["enter", "after"])
+@pytest.mark.parametrize("broken", ["find", "after"])
 def test_a_failure_stays_inside(hooks, broken, caplog):
     """An exception of ours would reach the caller, lose the result, or be repeated at every call."""
 
@@ -93,11 +108,10 @@ def test_the_originals_exception_passes(hooks):
         def greet(self):
             raise KeyError("theirs")
 
-    closed = []
-    label(hooks, Mine, leave=closed.append)
+    label(hooks, Mine)
     with pytest.raises(KeyError, match="theirs"):
         Mine().greet()
-    assert closed == [0]
+    assert native.load().stack_depth() == 0
     assert not hooks.failure
     hooks.close()
 
