@@ -124,7 +124,8 @@ class Monitor:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self.close()
+        # Ctrl-C is how people end a run; any other exception is a crash, which the last record must not deny.
+        self._close(is_clean=error is None or isinstance(error, KeyboardInterrupt))
 
     def step(self) -> None:
         """Ends the step now, for loops without an optimizer or with a rule of their own."""
@@ -138,6 +139,9 @@ class Monitor:
 
     def close(self) -> None:
         """Stops counting, publishes the last record, puts everything back; safe to call twice."""
+        self._close(is_clean=True)
+
+    def _close(self, *, is_clean: bool) -> None:
         global _current  # noqa: PLW0603  # as above
         with _install_lock:
             if self._closed or os.getpid() != self._pid:  # what a forked child holds is its parent's
@@ -146,9 +150,9 @@ class Monitor:
             if _current is self:
                 _current = None
         if self._publisher is not None:
-            self._publisher.close()
+            self._publisher.close(is_clean=is_clean)
         if self._identity is not None:
-            self._last = self._record(final=True)
+            self._last = self._record(final=is_clean)
         self._stop_engine()
 
     # -- the engine

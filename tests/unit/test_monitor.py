@@ -362,3 +362,11 @@ def test_importing_does_not_import_torch():
 
     program = "import sys, torchmem, torchmem.config; sys.exit('torch' in sys.modules or len(torchmem.__all__) > 10)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+def test_a_crash_is_not_a_clean_end(model, settings):
+    """A job that died of an exception would look as if it had ended well, and a stopped one as if it had crashed."""
+    for error, clean in ((ValueError, False), (KeyboardInterrupt, True)):
+        with pytest.raises(error), torchmem.install(model, **settings) as monitor:
+            raise error
+        assert monitor.snapshot().clock.final is clean

@@ -25,7 +25,7 @@ MAJOR = 1
 MINOR = 0
 HEADER = struct.Struct("<8sHHIQ")
 CELL = struct.Struct("<IIq")
-MAX_PAYLOAD_BYTES = 64 << 20
+MAX_PAYLOAD_BYTES = 8 << 20
 
 
 class Cell(NamedTuple):
@@ -216,9 +216,13 @@ def _check(record: Record) -> None:
         ):
             if len(book) % CELL.size:
                 raise RecordError("books", f"{device.name} {name}: {len(book)} bytes are no whole number of cells")
+            seen = set()
             for module, reftype, num_bytes in CELL.iter_unpack(book):
                 if module >= num_modules or reftype >= num_reftypes or num_bytes <= 0:
                     raise RecordError("books", f"{device.name} {name}: cell ({module}, {reftype}, {num_bytes})")
+                seen.add(module * num_reftypes + reftype)
+            if len(seen) != len(book) // CELL.size:
+                raise RecordError("books", f"{device.name} {name}: a cell appears twice")
     num_steps = len(record.ring.steps) // 8
     columns = [record.ring.steps, record.ring.ended_at, record.ring.phases]
     rows = [column for device in record.ring.devices for column in (device.step_peak, device.step_end)]

@@ -198,3 +198,12 @@ def test_forged_payloads_raise_nothing_else(start, inserted, num_removed):
         assert isinstance(wire.decode(framed(forged)), wire.Record)
     except RecordError as error:
         assert error.reason in {"schema", "books"}  # noqa: PT017  # forged bytes may also make a good record
+
+
+def test_a_cell_that_appears_twice_is_refused():
+    """A book could count the same bytes twice, which a scrape would publish as two series of one name."""
+    record = small_records.record()
+    [device, *_] = record.devices
+    twice = msgspec.structs.replace(device, usage=device.usage + device.usage[: wire.CELL.size])
+    with pytest.raises(RecordError, match="a cell appears twice"):
+        wire.decode(wire.encode(msgspec.structs.replace(record, devices=[twice])))
