@@ -27,12 +27,9 @@ from typing import NamedTuple
 
 from torchmem.errors import RecordError
 from torchmem.wire.record import CELL, Device, Record, decode
-from torchmem.wire.store import RECORD_NAME, is_held, lock_name, open_record_bytes
+from torchmem.wire.store import MAX_RECORD_BYTES, RECORD_NAME, is_held, lock_name, open_record_bytes
 from torchmem_exporter.labels import clean_label
 from torchmem_exporter.lifecycle import Life, State
-
-MAX_RECORD_BYTES = 8 << 20
-"""Files above this are not read: a tenth of it holds a record of some thousand modules."""
 
 REASONS = (
     "books",
