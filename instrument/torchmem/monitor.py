@@ -1,7 +1,7 @@
 """``install`` and ``Monitor``: one engine, its labelers, its record, for the life of a training run.
 
-A step ends when the optimizer has stepped (the one passed in, else the first that trains the model), or when
-``Monitor.step`` is called. At that moment, on the training thread, the engine's books are closed for the step (tens of
+A step ends when the optimizer has stepped (the one passed in, else the first that trains the model); once
+``Monitor.step`` has been called, only when it is called again. At that moment, on the training thread, the engine's books are closed for the step (tens of
 microseconds); everything else happens on the publisher's thread.
 
 Invariants: nothing here raises into the training loop; ``close`` leaves every hook table, patched attribute and
@@ -40,10 +40,9 @@ MAX_FORWARDS_IN_STEP = 1000
 NO_STEP = "no step has ended in 1000 forwards: pass the optimizer to install(), or call monitor.step()"
 
 logger = logging.getLogger("torchmem")
-_EMPTY_TOTALS = bytes(8 * len(RefType))
 
 _current: Monitor | None = None
-_install_lock = threading.Lock()
+_install_lock = threading.RLock()  # an install that fails closes what it began
 
 
 def install(model: nn.Module, optimizer: Optimizer | None = None, **settings: Any) -> Monitor:
@@ -106,6 +105,8 @@ class Monitor:
         self._publisher: Publisher | None = None
         self._identity: wire.Identity | None = None
         self._last: wire.Record | None = None
+        self._by_hand = False
+        self._phases = 0
         self._pid = os.getpid()
         self._step_began = time.perf_counter()
         try:
@@ -128,8 +129,12 @@ class Monitor:
         self._close(is_clean=error is None or isinstance(error, KeyboardInterrupt))
 
     def step(self) -> None:
-        """Ends the step now, for loops without an optimizer or with a rule of their own."""
+        """Ends the step now; from the first call on the optimizer no longer does.
+
+        For loops without an optimizer, or with a rule of their own.
+        """
         began = time.perf_counter()
+        self._by_hand = True
         self._try_end_step()
         self._own_seconds += time.perf_counter() - began
 
@@ -188,7 +193,7 @@ class Monitor:
         engine.reset(owners.parents)
         engine.set_gate(True)
         fsdp2 = Fsdp2Labeler(engine, owners, param_groups(model))
-        optimizers = OptimizerLabeler(engine, owners, optimizer, self._try_end_step)
+        optimizers = OptimizerLabeler(engine, owners, optimizer, self._after_optimizer_step)
         modules = ModuleLabeler(
             engine,
             owners,
@@ -217,6 +222,11 @@ class Monitor:
         self._engine_failure = self._engine_failure or reason[:200]
 
     # -- the end of a step, on the training thread
+
+    def _after_optimizer_step(self) -> None:
+        self._phases |= Phase.OPTIMIZER
+        if not self._by_hand:
+            self._try_end_step()
 
     def _try_end_step(self) -> None:
         if self._closed or os.getpid() != self._pid:
@@ -248,9 +258,9 @@ class Monitor:
             self._rotated_at = now
         phases, rows = self._native.end_step()
         if counts:
-            phases |= Phase.OPTIMIZER
             devices = {device: (at_peak, at_end) for device, _, _, at_peak, at_end in rows}
-            self._ring.append(Step(self._step_number, time.time(), phases, devices))
+            self._ring.append(Step(self._step_number, time.time(), phases | self._phases, devices))
+            self._phases = 0
         if now - self._facts_at >= FACTS_INTERVAL_SECONDS or len(self._facts) != len(rows):
             self._facts_at = now
             self._refresh_facts(rows)

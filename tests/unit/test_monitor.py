@@ -141,6 +141,34 @@ def test_step_without_optimizer(model, settings):
         assert by_reftype(monitor.snapshot(), "step_peak")["activation"] > 0
 
 
+def test_a_step_by_hand_takes_over(model, settings):
+    """A loop with a rule of its own would make two steps an iteration: the optimizer's and its own."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with torchmem.install(model, optimizer, **settings) as monitor:
+        monitor.step()
+        for _ in range(2):
+            train(model, optimizer, steps=3)
+            monitor.step()
+        phases = memoryview(monitor.snapshot().ring.phases).cast("q").tolist()
+        assert monitor.snapshot().clock.step == 3
+        assert phases == [0, *[Phase.FORWARD | Phase.BACKWARD | Phase.OPTIMIZER] * 2]
+
+
+def test_a_failed_install_leaves_nothing(model, settings, monkeypatch):
+    """An install that fails halfway would hang, keep its hooks on the model, or block the next one."""
+    import torchmem.monitor
+
+    def fail(*_):
+        raise RuntimeError("no identity")
+
+    before = hook_tables(model)
+    with monkeypatch.context() as patched, pytest.raises(RuntimeError, match="no identity"):
+        patched.setattr(torchmem.monitor, "identify", fail)
+        torchmem.install(model, **settings)
+    assert hook_tables(model) == before
+    torchmem.install(model, **settings).close()
+
+
 def test_a_loop_that_never_ends_a_step_is_named(model, settings, caplog):
     """A loop without an optimizer and without monitor.step() would publish old figures and say nothing."""
     with torchmem.install(model, **settings) as monitor, torch.no_grad():
