@@ -1,8 +1,8 @@
 """``install`` and ``Monitor``: one engine, its labelers, its record, for the life of a training run.
 
 A step ends when the optimizer has stepped (the one passed in, else the first that trains the model); once
-``Monitor.step`` has been called, only when it is called again. At that moment, on the training thread, the engine's books are closed for the step (tens of
-microseconds); everything else happens on the publisher's thread.
+``Monitor.step`` has been called, only when it is called again. At that moment, on the training thread, the engine's
+books are closed for the step (tens of microseconds); everything else happens on the publisher's thread.
 
 Invariants: nothing here raises into the training loop; ``close`` leaves every hook table, patched attribute and
 allocator as before, and is safe to call twice; one Monitor at a time in a process. Where the engine cannot be built,

@@ -162,9 +162,10 @@ def test_a_failed_install_leaves_nothing(model, settings, monkeypatch):
         raise RuntimeError("no identity")
 
     before = hook_tables(model)
-    with monkeypatch.context() as patched, pytest.raises(RuntimeError, match="no identity"):
+    with monkeypatch.context() as patched:
         patched.setattr(torchmem.monitor, "identify", fail)
-        torchmem.install(model, **settings)
+        with pytest.raises(RuntimeError, match="no identity"):
+            torchmem.install(model, **settings)
     assert hook_tables(model) == before
     torchmem.install(model, **settings).close()
 
