@@ -212,7 +212,7 @@ def _table(held: Holders, by: By, encoding: str) -> Table:
     table = Table(box=box.SIMPLE_HEAD, show_edge=False)
     names = [name for name in ("module", "reftype") if by in (By.BOTH, By(name))]
     for name in names:
-        table.add_column(name, overflow="fold")
+        table.add_column(name, overflow="fold", no_wrap=name == "reftype")
     table.add_column("bytes", justify="right", no_wrap=True)
     table.add_column("share", justify="right", no_wrap=True)
     table.add_column("", no_wrap=True, min_width=BAR_CELLS)
