@@ -93,6 +93,7 @@ class Monitor:
         self._names: list[str] = []
         self._engine = "off"
         self._engine_failure = ""
+        self._cuda_failure = ""
         self._hook_seconds = 0.0
         self._step_number = 0
         self._step_seconds = 0.0
@@ -272,7 +273,7 @@ class Monitor:
         from torchmem.engine.reconcile import DeviceFacts, device_facts, device_name
 
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch's
-            self._native.attach_cuda()
+            self._cuda_failure = self._native.attach_cuda()[:200]
         num_ooms = self._native.counters()["num_ooms"]
         try:
             self._facts = [device_facts(device, end, num_ooms) for device, _, end, _, _ in rows]
@@ -321,6 +322,7 @@ class Monitor:
         stepless = NO_STEP if self._num_forwards >= MAX_FORWARDS_IN_STEP else ""
         return [
             wire.Labeler(name="engine", up=not self._engine_failure, reason=self._engine_failure),
+            wire.Labeler(name="cuda", up=not self._cuda_failure, reason=self._cuda_failure),
             wire.Labeler(name="step", up=not stepless, reason=stepless),
             *states,
         ]

@@ -47,6 +47,8 @@ std::string attach_cuda() {
     if (allocator == nullptr) return "torch has no CUDA allocator";
     if (!allocator->initialized()) return "CUDA is not initialised yet";
     allocator->attachAllocatorTraceTracker(&on_trace);
+  } catch (const c10::Error& error) {
+    return std::string("the CUDA allocator takes no trace tracker: ") + error.what_without_backtrace();
   } catch (const std::exception& error) {
     return std::string("the CUDA allocator takes no trace tracker: ") + error.what();
   }
