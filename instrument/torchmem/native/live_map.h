@@ -51,8 +51,8 @@ class LiveMap {
 
   Block* find(uint64_t address) {
     for (uint64_t i = home(address);; i = (i + 1) & mask_) {
+      if (slots_[i].address == 0) return nullptr;  // first, so that nobody finds a block at address 0
       if (slots_[i].address == address) return &slots_[i];
-      if (slots_[i].address == 0) return nullptr;
     }
   }
 

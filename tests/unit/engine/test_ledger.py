@@ -183,6 +183,17 @@ class TestRules:
         books.end_step()
         assert window(books) == (10, {(1, RefType.PARAMETER): 10})
 
+    def test_nothing_lives_at_address_zero(self, make):
+        """A tensor without memory would be taken for a block that was freed before, and disturb the books."""
+        books = make(PARENTS)
+        for address in range(64, 64 * 5000, 64):
+            books.allocate(0, address, 100, 0, 1, RefType.TEMPORARY)
+            books.release(0, address)
+        assert not books.relabel(0, 2, RefType.GRADIENT)
+        assert not books.release(0, 0)
+        books.end_step()
+        assert window(books) == (100, {(1, RefType.TEMPORARY): 100})
+
     def test_unknown_free_changes_only_a_counter(self, make):
         """A free of memory that was never seen would disturb the books."""
         books = make(PARENTS)
