@@ -64,7 +64,7 @@ def install(model: nn.Module, optimizer: Optimizer | None = None, **settings: An
     chosen = config.load(settings)
     _check_arguments(model, optimizer)
     with _install_lock:
-        if _current is not None:
+        if _current is not None and _current.pid == os.getpid():
             raise InstallError("torchmem is installed already in this process: close() that monitor first")
         _current = Monitor(model, optimizer, chosen)
         return _current
@@ -108,7 +108,7 @@ class Monitor:
         self._last: wire.Record | None = None
         self._by_hand = False
         self._phases = 0
-        self._pid = os.getpid()
+        self.pid = os.getpid()
         self._step_began = time.perf_counter()
         try:
             if settings.enabled:
@@ -149,17 +149,21 @@ class Monitor:
 
     def _close(self, *, is_clean: bool) -> None:
         global _current  # noqa: PLW0603  # as above
+        if os.getpid() != self.pid:  # what a forked child holds is its parent's, the lock perhaps too
+            return
         with _install_lock:
-            if self._closed or os.getpid() != self._pid:  # what a forked child holds is its parent's
+            if self._closed:
                 return
             self._closed = True
             if _current is self:
                 _current = None
-        if self._publisher is not None:
-            self._publisher.close(is_clean=is_clean)
-        if self._identity is not None:
-            self._last = self._record(final=is_clean)
-        self._stop_engine()
+        try:
+            if self._publisher is not None:
+                self._publisher.close(is_clean=is_clean)
+            if self._identity is not None:
+                self._last = self._record(final=is_clean)
+        finally:  # also on a Ctrl-C meanwhile
+            self._stop_engine()
 
     # -- the engine
 
@@ -218,6 +222,7 @@ class Monitor:
         if self._native is not None:
             self._native.set_gate(False)
             self._native.detach_cpu()
+        self._labelers.clear()  # with them go the weak references that torch finds on the parameters
 
     def _lose_engine(self, reason: str) -> None:
         self._engine_failure = self._engine_failure or reason[:200]
@@ -230,7 +235,7 @@ class Monitor:
             self._try_end_step()
 
     def _try_end_step(self) -> None:
-        if self._closed or os.getpid() != self._pid:
+        if self._closed or os.getpid() != self.pid:
             return
         try:
             self._end_step(time.perf_counter())

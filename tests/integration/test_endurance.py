@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 import torchmem
+from torchmem.model import RefType
 
 MIB = 1 << 20
 SIZE = 64
@@ -118,3 +120,86 @@ def test_closing_inside_a_forward(tmp_path):
     assert monitors[0].snapshot().clock.final
     with torchmem.install(model, dir=tmp_path) as monitor:
         assert monitor._native.stack_depth() == 0
+
+
+def test_a_copy_outlives_the_books_its_hooks_were_made_for(tmp_path):
+    """An averaged copy of a model, run after another model was installed, would write outside the books."""
+    model = nn.Sequential(*(nn.Linear(SIZE, SIZE) for _ in range(300)))
+    with torchmem.install(model, dir=tmp_path):
+        twin = copy.deepcopy(model)
+    with torchmem.install(nn.Linear(4, 4), dir=tmp_path) as monitor:
+        for _ in range(3):
+            twin(torch.randn(8, SIZE)).sum().backward()
+        assert monitor.snapshot().counters["num_hook_calls"] == 0
+
+
+def test_an_evaluation_in_another_thread(tmp_path):
+    """A second thread that runs the model would switch the optimizer's labels off, and steps would never end."""
+    model, optimizer = made()
+    stop = threading.Event()
+
+    def evaluate() -> None:
+        while not stop.is_set():
+            with torch.no_grad():
+                model(torch.randn(8, SIZE))
+
+    with torchmem.install(model, optimizer, dir=tmp_path) as monitor:
+        thread = threading.Thread(target=evaluate)
+        thread.start()
+        try:
+            for _ in range(200):
+                step(model, optimizer)
+        finally:
+            stop.set()
+            thread.join()
+        assert monitor.snapshot().clock.step == 200
+        assert all(labeler.up for labeler in monitor.snapshot().labelers)
+
+
+def test_an_interrupted_forward_leaves_no_frame(tmp_path):
+    """Ctrl-C in a notebook would leave a module running for ever, the owner of all that follows."""
+
+    class Interrupts(nn.Module):
+        on = True
+
+        def forward(self, x):
+            if self.on:
+                raise KeyboardInterrupt
+            return x
+
+    model = nn.Sequential(nn.Linear(SIZE, SIZE), Interrupts())
+    with torchmem.install(model, dir=tmp_path) as monitor:
+        for _ in range(3):
+            with pytest.raises(KeyboardInterrupt):
+                model(torch.randn(2, SIZE))
+        model[1].on = False
+        model(torch.randn(2, SIZE))
+        assert monitor._native.stack_depth() == 0
+
+
+def test_a_loaded_optimizer_state_is_booked(tmp_path):
+    """State loaded from a checkpoint would be missing because the one before had the same identity."""
+    model, optimizer = made()
+    with torchmem.install(model, optimizer, dir=tmp_path) as monitor:
+        step(model, optimizer)
+        saved = copy.deepcopy(optimizer.state_dict())
+        for _ in range(20):
+            optimizer.load_state_dict(saved)
+            optimizer.load_state_dict(saved)
+            step(model, optimizer)
+            state = optimizer.state[next(model.parameters())]["exp_avg"]
+            assert monitor._native.lookup(state.data_ptr())[2] == RefType.OPTIMIZER_STATE
+
+
+def test_inputs_that_cannot_be_looked_into(tmp_path):
+    """A functorch wrapper or a list that holds itself would switch the module labeler off."""
+    model = nn.Linear(SIZE, SIZE)
+    endless: list = []
+    endless.append(endless)
+    parameters = dict(model.named_parameters())
+    with torchmem.install(model, dir=tmp_path) as monitor:
+        torch.func.vmap(lambda x: torch.func.functional_call(model, parameters, (x,)))(torch.randn(3, SIZE))
+        model.register_forward_pre_hook(lambda *_: None)
+        with pytest.raises(TypeError):
+            model(torch.randn(2, SIZE), extra=endless)
+        assert all(labeler.up for labeler in monitor.snapshot().labelers)

@@ -12,10 +12,12 @@ Limits: state tensors that an optimizer replaces one by one, its dict staying th
 from __future__ import annotations
 
 import sys
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -45,7 +47,7 @@ class OptimizerLabeler:
         self._owners = owners
         self._anchor = None if optimizer is None else weakref.ref(optimizer)
         self._on_step = on_step
-        self._open: list[int] = []
+        self._thread = threading.local()
         self._seen: weakref.WeakKeyDictionary[Optimizer, tuple[int, int]] = weakref.WeakKeyDictionary()
         self._gradients: Any = None
 
@@ -67,10 +69,18 @@ class OptimizerLabeler:
                 for storage in storages(tensor):
                     self._native.disown(storage._cdata)  # noqa: SLF001  # the address of the StorageImpl
 
+    @property
+    def _open(self) -> list[int]:
+        """Depths at which this thread's running steps opened their labels."""
+        opened: list[int] = self._thread.__dict__.setdefault("opened", [])
+        return opened
+
     def before_forward(self) -> None:
-        """Takes away the label of a step that ended in an exception."""
+        """Takes away what an exception left on this thread: a step's label, an interrupted forward's frames."""
         if self._open:
             self._cut_to(_num_running_steps())
+        if torch._C._current_graph_task_id() == -1:  # noqa: SLF001  # outside of backward
+            self._native.cut_stack(self._open[-1] + 1 if self._open else 0)
 
     def label_gradients(self) -> None:
         """Labels the gradients of plain parameters; those of sharded ones are their labeler's."""
@@ -87,7 +97,7 @@ class OptimizerLabeler:
         self._open.append(self._native.push_label(OUTSIDE_OWNER, RefType.TEMPORARY))
 
     def _after_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-        self._cut_to(len(self._open) - 1)
+        self._cut_to(max(0, len(self._open) - 1))
         self._label_state(optimizer)
         if self._anchor is None and self._trains_model(optimizer):
             self._anchor = weakref.ref(optimizer)
@@ -101,7 +111,7 @@ class OptimizerLabeler:
     def _label_state(self, optimizer: Optimizer) -> None:
         state = optimizer.state
         now = (id(state), len(state))  # loading a state dict makes a new one
-        if self._seen.get(optimizer) == now:
+        if self._seen.get(optimizer) == now and self._is_labelled(state):
             return
         self._seen[optimizer] = now
         for parameter, values in state.items():
@@ -109,6 +119,14 @@ class OptimizerLabeler:
             for tensor in tensors_in(values):
                 for storage in storages(tensor):
                     self._native.adopt(storage._cdata, owner, RefType.OPTIMIZER_STATE)  # noqa: SLF001  # as above
+
+    def _is_labelled(self, state: Any) -> bool:
+        """False when another state took the place and the identity of the one that was walked."""
+        for tensor in tensors_in(next(iter(state.values()), None)):
+            for storage in storages(tensor):
+                booked = self._native.lookup(storage.data_ptr())
+                return booked is not None and booked[2] == RefType.OPTIMIZER_STATE
+        return True
 
 
 _STEP_FILE = Optimizer.profile_hook_step.__code__.co_filename

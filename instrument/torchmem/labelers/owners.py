@@ -93,17 +93,19 @@ def plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 def storages(tensor: torch.Tensor) -> Iterator[Any]:
     """The untyped storages behind any tensor, meta tensors excepted."""
     for plain in plain_tensors(tensor):
-        if plain.device.type != "meta":
-            yield plain.untyped_storage()
+        if plain.device.type == "meta":
+            continue
+        try:
+            storage = plain.untyped_storage()
+        except (NotImplementedError, RuntimeError):  # a functorch wrapper: its memory is another tensor's
+            continue
+        yield storage
 
 
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors in nested lists, tuples and dicts."""
+def tensors_in(value: Any, depth: int = 16) -> Iterator[torch.Tensor]:
+    """The tensors in lists, tuples and dicts, nested at most ``depth`` times."""
     if isinstance(value, torch.Tensor):
         yield value
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from tensors_in(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from tensors_in(item)
+    elif isinstance(value, list | tuple | dict) and depth:
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from tensors_in(item, depth - 1)

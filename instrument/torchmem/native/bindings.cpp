@@ -60,11 +60,12 @@ struct Hook {
   vectorcallfunc call;
   uint32_t owner;
   bool enters;
+  uint64_t epoch;
 };
 
 PyObject* hook_call(PyObject* self, PyObject* const*, size_t, PyObject*) {
   const Hook* hook = reinterpret_cast<Hook*>(self);
-  hook->enters ? enter_module(hook->owner) : leave_module(hook->owner);
+  hook->enters ? enter_module(hook->owner, hook->epoch) : leave_module(hook->owner, hook->epoch);
   Py_RETURN_NONE;
 }
 
@@ -97,6 +98,7 @@ PyObject* make_hook(PyObject*, PyObject* const* args, Py_ssize_t given) {
   hook->call = hook_call;
   hook->owner = static_cast<uint32_t>(owner);
   hook->enters = enters != 0;
+  hook->epoch = epoch();
   return reinterpret_cast<PyObject*>(hook);
 }
 

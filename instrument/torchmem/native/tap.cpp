@@ -35,6 +35,7 @@ struct Tap {
   Ledger ledger;
   TapCounters counters;
   uint32_t phases = 0;
+  uint64_t epoch = 0;  // of the books: counts resets
   std::atomic<bool> open{false};
   std::vector<std::unique_ptr<Context>> contexts;
   std::deque<Context*> free_contexts;
@@ -274,6 +275,7 @@ void reset(std::vector<uint32_t> parents) {
   Guard guard;
   Tap& t = tap();
   t.ledger.reset(std::move(parents));
+  ++t.epoch;
   t.counters = TapCounters{};
   t.event_nanoseconds = 0;
   t.hook_nanoseconds = 0;
@@ -378,7 +380,12 @@ bool relabel_tensor(const c10::TensorImpl* tensor, uint32_t owner, uint32_t reft
   return tap().ledger.relabel(address, owner, reftype);
 }
 
-void enter_module(uint32_t owner) {
+uint64_t epoch() {
+  Guard guard;
+  return tap().epoch;
+}
+
+void enter_module(uint32_t owner, uint64_t epoch) {
   Tap& t = tap();
   if (!t.open.load(std::memory_order_relaxed)) return;
   Context& c = context();
@@ -386,6 +393,7 @@ void enter_module(uint32_t owner) {
   const int32_t task = autograd::get_current_graph_task_id();
   const uint64_t sequence = at::sequence_number::peek();
   Guard guard;
+  if (epoch != t.epoch) return;
   ++t.counters.num_hook_calls;
   if (owner == 1) t.phases |= c10::GradMode::is_enabled() ? kPhaseForward : kPhaseEval;
   t.ledger.settle(c.stack, task);
@@ -393,7 +401,7 @@ void enter_module(uint32_t owner) {
   c.timeline.note(sequence, owner);
 }
 
-void leave_module(uint32_t owner) {
+void leave_module(uint32_t owner, uint64_t epoch) {
   Tap& t = tap();
   if (!t.open.load(std::memory_order_relaxed)) return;
   Context& c = context();
@@ -401,6 +409,7 @@ void leave_module(uint32_t owner) {
   const int32_t task = autograd::get_current_graph_task_id();
   const uint64_t sequence = at::sequence_number::peek();
   Guard guard;
+  if (epoch != t.epoch) return;
   ++t.counters.num_hook_calls;
   size_t depth = c.stack.size();
   while (depth > 0 && !(c.stack[depth - 1].kind == FrameKind::kForward && c.stack[depth - 1].owner == owner)) --depth;
@@ -418,6 +427,7 @@ size_t push_label(uint32_t owner, uint32_t reftype) {
   Context& c = context();
   const int32_t task = autograd::get_current_graph_task_id();
   Guard guard;
+  if (owner >= tap().ledger.num_owners()) owner = kOutside;  // a target made for earlier books
   tap().ledger.settle(c.stack, task);
   const size_t depth = c.stack.size();
   tap().ledger.push(c.stack, owner, FrameKind::kLabel, reftype, task);

@@ -59,9 +59,11 @@ size_t relabel_gradients(const OwnedTensors& tensors, uint32_t reftype);
 // Relabels one tensor's storage; returns whether that changed anything.
 bool relabel_tensor(const c10::TensorImpl* tensor, uint32_t owner, uint32_t reftype);
 
-// A watched module's forward begins and ends on this thread.
-void enter_module(uint32_t owner);
-void leave_module(uint32_t owner);
+// A watched module's forward begins and ends on this thread. A copy of a model may outlive the books that its hooks
+// were made for: they then do nothing.
+uint64_t epoch();
+void enter_module(uint32_t owner, uint64_t epoch);
+void leave_module(uint32_t owner, uint64_t epoch);
 // An explicit label for what this thread allocates until the stack is cut back to the depth returned.
 size_t push_label(uint32_t owner, uint32_t reftype);
 void cut_stack(size_t depth);
