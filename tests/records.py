@@ -63,6 +63,7 @@ def make_device(rank=0, num_modules=12, **overrides):
             inactive_split_bytes=total(peak),
             num_retries=rank,
         ),
+        "checkpoint_peaks": {"save": total(peak) + 2048, "load": total(usage) + 1024},
     }
     return wire.Device(**{**fields, **overrides})
 

@@ -74,6 +74,7 @@ RANK = ("train_job", "rank")
 DEVICE = (*RANK, "device")
 REFTYPE = (*DEVICE, "reftype")
 MODULE = (*DEVICE, "module", "reftype")
+OPERATION = (*DEVICE, "operation")
 
 
 def _memory(name: str, kind: Kind, text: str, labels: tuple[str, ...]) -> Metric:
@@ -147,6 +148,12 @@ RETRIES = Metric(
     "Allocations that succeeded only after cached blocks were given back.",
     DEVICE,
 )
+CHECKPOINT_PEAK = _memory(
+    "torchmem.checkpoint.memory.peak",
+    Kind.GAUGE,
+    "The most the device held while the latest checkpoint was saved or loaded.",
+    OPERATION,
+)
 STEP_NUMBER = Metric("torchmem.step.number", "", Kind.GAUGE, "The last finished step.", RANK)
 STEPS = Metric("torchmem.steps", "{step}", Kind.COUNTER, "Steps finished by this attempt.", RANK)
 STEP_TIME = Metric("torchmem.step.time", "s", Kind.COUNTER, "Time spent in finished steps.", RANK)
@@ -215,6 +222,7 @@ METRICS = (
     RETRIES,
     LIMIT,
     OTHER,
+    CHECKPOINT_PEAK,
     STEP_NUMBER,
     STEPS,
     STEP_TIME,

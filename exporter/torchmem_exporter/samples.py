@@ -114,6 +114,12 @@ def _add_totals(book: _Book, labels: tuple[str, ...], device: Device) -> None:
         book.add(catalog.FRAGMENTATION, labels, allocator.inactive_split_bytes / allocator.reserved_bytes)
     book.add(catalog.LIMIT, labels, device.limit_bytes)
     book.add(catalog.OTHER, labels, device.other_bytes)
+    peaks: dict[str, int] = {}
+    for name, num_bytes in device.checkpoint_peaks.items():
+        operation = clean_label(name)
+        peaks[operation] = max(num_bytes, peaks.get(operation, 0))
+    for operation, num_bytes in peaks.items():
+        book.add(catalog.CHECKPOINT_PEAK, (*labels, operation), num_bytes)
 
 
 def _add_modules(book: _Book, labels: tuple[str, ...], device: Device, modules: list[str], reftypes: list[str]) -> None:

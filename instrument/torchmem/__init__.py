@@ -17,11 +17,13 @@ if TYPE_CHECKING:
     from torchmem.errors import BuildError, ConfigError, InstallError, RecordError, StoreError, TorchmemError
     from torchmem.model import RefType
     from torchmem.monitor import Monitor, install
+    from torchmem.tracker import MemTracker
 
 __all__ = [
     "BuildError",
     "ConfigError",
     "InstallError",
+    "MemTracker",
     "Monitor",
     "RecordError",
     "RefType",
@@ -32,7 +34,7 @@ __all__ = [
 
 __version__ = "0.1.0"
 
-_HOMES = {"install": "monitor", "Monitor": "monitor", "RefType": "model"}
+_HOMES = {"install": "monitor", "MemTracker": "tracker", "Monitor": "monitor", "RefType": "model"}
 
 
 def __getattr__(name: str) -> object:

@@ -1,7 +1,8 @@
-"""The command line: ``torchmem show`` and ``torchmem build``.
+"""The command line: ``torchmem show``, ``torchmem build`` and ``torchmem validate``.
 
 Invariants: ``show`` imports no torch, so that it runs beside a job in an image that has none; a failure is one line on
-stderr and exit status 1; Ctrl-C and a closed pipe end it quietly, with the status a shell expects (130, 141).
+stderr and exit status 1, arguments that make no sense are status 2; Ctrl-C and a closed pipe end it quietly, with the
+status a shell expects (130, 141).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torchmem
 from torchmem.errors import BuildError
@@ -23,7 +25,10 @@ example:
   torchmem show --job train --rank 0     one rank
   torchmem show --by reftype --usage     what is alive between steps, by purpose
   torchmem build                         compile the engine ahead of the job
+  torchmem validate                      check every way of training against independent counts, on this host
+  torchmem validate --only 'fsdp2/*'     some of them
 """
+BAD_ARGUMENTS = 2
 INTERRUPTED = 130
 CLOSED_PIPE = 141
 
@@ -35,14 +40,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the arguments; those of the process where ``None``.
 
     Returns:
-        The exit status: 0, or 1 where there was nothing to show or the engine could not be built.
+        The exit status: 0, or 1 where there was nothing to show, the engine could not be built or a row was not right.
 
     Raises:
         SystemExit: by ``argparse``, for ``--help``, ``--version`` and arguments that make no sense.
     """
     try:
         arguments = _parser().parse_args(argv)
-        status = _build() if arguments.command == "build" else _show(arguments)
+        status = {"build": _build, "show": _show, "validate": _validate}[arguments.command](arguments)
         sys.stdout.flush()
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -70,7 +75,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     show.add_argument("--job", metavar="J", help="only this training job")
     show.add_argument("--rank", metavar="N", type=_rank, help="only this rank")
-    show.add_argument("--top", metavar="N", type=_top, default=15, help="rows shown, the rest summed (default: 15)")
+    show.add_argument(
+        "--top", metavar="N", type=_at_least_one, default=15, help="rows shown, the rest summed (default: 15)"
+    )
     show.add_argument(
         "--by", choices=("module", "reftype", "both"), default="both", help="what a row is (default: both)"
     )
@@ -86,15 +93,58 @@ def _parser() -> argparse.ArgumentParser:
     show.set_defaults(book="peak")
     help_text = "compile the native engine into the cache"
     commands.add_parser("build", help=help_text, description=f"{help_text.capitalize()}.")
+    _add_validate(commands)
     return parser
+
+
+def _add_validate(commands: Any) -> None:
+    help_text = "run every way of training here and compare the books with independent counts"
+    validate = commands.add_parser("validate", help=help_text, description=f"{help_text.capitalize()}.")
+    validate.add_argument("--device", choices=("cpu", "cuda"), help="where to run (default: cuda where there is one)")
+    validate.add_argument(
+        "--ranks", metavar="N", type=_at_least_one, help="processes (default: one a GPU, at most those; 2 on the CPU)"
+    )
+    validate.add_argument(
+        "--only",
+        metavar="PATTERN",
+        action="append",
+        default=[],
+        help="only rows whose name contains this, or matches it where it has * or ?; may be repeated",
+    )
+    validate.add_argument(
+        "--steps", metavar="N", type=_at_least_two, default=3, help="steps of each of four blocks (default: 3)"
+    )
+    validate.add_argument(
+        "--tolerance",
+        metavar="SHARE",
+        type=_share,
+        default=0.001,
+        help="how far a step's peak may be from the truth, as a share of it (default: 0.001)",
+    )
+    validate.add_argument("--list", action="store_true", help="name the rows and end")
+    validate.add_argument("--json", action="store_true", help="everything, as one JSON document at the end")
 
 
 def _rank(text: str) -> int:
     return _whole(text, 0)
 
 
-def _top(text: str) -> int:
+def _at_least_one(text: str) -> int:
     return _whole(text, 1)
+
+
+def _at_least_two(text: str) -> int:
+    return _whole(text, 2)
+
+
+def _share(text: str) -> float:
+    try:
+        share = float(text)
+    except ValueError:
+        share = -1.0
+    if not 0 <= share < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 to below 1")
+    return share
 
 
 def _whole(text: str, least: int) -> int:
@@ -103,7 +153,7 @@ def _whole(text: str, least: int) -> int:
     return int(text)
 
 
-def _build() -> int:
+def _build(_arguments: argparse.Namespace) -> int:
     from torchmem.engine import native
 
     started = time.time()
@@ -116,6 +166,30 @@ def _build() -> int:
     print(binary)
     print(f"{'found in the cache' if cached else 'compiled'} in {time.time() - started:.1f} s")
     return 0
+
+
+def _validate(arguments: argparse.Namespace) -> int:
+    from torchmem.validation import report, rows, run
+
+    chosen = rows.find(arguments.only)
+    names = [row.name for row in chosen]
+    if not chosen:
+        _complain(f"no row matches {' or '.join(map(repr, arguments.only))}: `torchmem validate --list` names them")
+        return BAD_ARGUMENTS
+    if arguments.list:
+        sys.stdout.writelines(f"{name}\n" for name in names)
+        return 0
+    try:
+        machine = run.machine(arguments.device, arguments.ranks)
+        options = run.Options(machine, chosen, arguments.steps, arguments.tolerance)
+        outcomes = run.run(options, report.Json() if arguments.json else report.Table(names))
+    except run.UnusableError as error:
+        _complain(str(error))
+        return BAD_ARGUMENTS
+    except BuildError as error:
+        _complain(str(error))
+        return 1
+    return 0 if run.is_right(outcomes) else 1
 
 
 def _show(arguments: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""The vocabulary every other file speaks: reference types, phases, owners.
+"""The vocabulary every other file speaks: reference types, phases, checkpoint operations, owners.
 
 Invariants: imports neither torch nor anything else of torchmem; a member's value is the column the native ledger
 books it in, so members are only ever appended; a member's label is what appears as ``reftype`` in every metric.
@@ -62,6 +62,18 @@ class RefType(enum.IntEnum):
 
 REFTYPE_LABELS: tuple[str, ...] = tuple(r.label for r in RefType)
 """Labels in column order."""
+
+
+class Operation(enum.IntEnum):
+    """What was done with a checkpoint."""
+
+    SAVE = 1
+    LOAD = 2
+
+    @property
+    def label(self) -> str:
+        """The metric label, lower case."""
+        return self.name.lower()
 
 
 class Phase(enum.IntFlag):

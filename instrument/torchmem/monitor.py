@@ -13,17 +13,16 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from torchmem import config
+from torchmem.counting import Counting, check_arguments, claim, release, slot_lock
 from torchmem.errors import BuildError, InstallError, StoreError
-from torchmem.model import REFTYPE_LABELS, Phase, RefType
+from torchmem.model import REFTYPE_LABELS, Phase
 from torchmem.recorder import Step, device_books, identify, ring_columns
 from torchmem.wire import record as wire
 from torchmem.wire.publisher import Publisher
@@ -41,9 +40,6 @@ NO_STEP = "no step has ended in 1000 forwards: pass the optimizer to install(), 
 
 logger = logging.getLogger("torchmem")
 
-_current: Monitor | None = None
-_install_lock = threading.RLock()  # an install that fails closes what it began
-
 
 def install(model: nn.Module, optimizer: Optimizer | None = None, **settings: Any) -> Monitor:
     """Starts counting every byte that the training of ``model`` allocates, by module and reference type.
@@ -60,26 +56,10 @@ def install(model: nn.Module, optimizer: Optimizer | None = None, **settings: An
         InstallError: the model is no module, the optimizer no optimizer, or a monitor is installed already.
         ConfigError: a setting cannot be used.
     """
-    global _current  # noqa: PLW0603  # the allocator is the process's: so is its monitor
     chosen = config.load(settings)
-    _check_arguments(model, optimizer)
-    with _install_lock:
-        if _current is not None and _current.pid == os.getpid():
-            raise InstallError("torchmem is installed already in this process: close() that monitor first")
-        _current = Monitor(model, optimizer, chosen)
-        return _current
-
-
-def _check_arguments(model: Any, optimizer: Any) -> None:
-    from torch import nn
-    from torch.optim import Optimizer
-
-    if not isinstance(model, nn.Module):
-        raise InstallError(f"the model is a {type(model).__name__}, not a torch.nn.Module: pass the root module")
-    if optimizer is not None and not isinstance(optimizer, Optimizer):
-        raise InstallError(
-            f"the optimizer is a {type(optimizer).__name__}, not a torch.optim.Optimizer: pass it or nothing"
-        )
+    check_arguments(model, optimizer)
+    with slot_lock:  # an install that fails closes what it began
+        return Monitor(model, optimizer, chosen)
 
 
 class Monitor:
@@ -88,13 +68,11 @@ class Monitor:
     def __init__(self, model: nn.Module, optimizer: Optimizer | None, settings: config.Config) -> None:
         self.settings = settings
         self._closed = False
-        self._native: Any = None
-        self._labelers: list[Any] = []
+        self._counting: Counting | None = None
         self._names: list[str] = []
         self._engine = "off"
         self._engine_failure = ""
         self._cuda_failure = ""
-        self._hook_seconds = 0.0
         self._step_number = 0
         self._step_seconds = 0.0
         self._num_forwards = 0
@@ -110,6 +88,7 @@ class Monitor:
         self._phases = 0
         self.pid = os.getpid()
         self._step_began = time.perf_counter()
+        claim(self, "close() that monitor first")
         try:
             if settings.enabled:
                 self._start_engine(model, optimizer)
@@ -136,6 +115,8 @@ class Monitor:
         """
         began = time.perf_counter()
         self._by_hand = True
+        if self._counting is not None:
+            self._counting.label_now()
         self._try_end_step()
         self._own_seconds += time.perf_counter() - began
 
@@ -148,15 +129,13 @@ class Monitor:
         self._close(is_clean=True)
 
     def _close(self, *, is_clean: bool) -> None:
-        global _current  # noqa: PLW0603  # as above
         if os.getpid() != self.pid:  # what a forked child holds is its parent's, the lock perhaps too
             return
-        with _install_lock:
+        with slot_lock:
             if self._closed:
                 return
             self._closed = True
-            if _current is self:
-                _current = None
+            release(self)
         try:
             if self._publisher is not None:
                 self._publisher.close(is_clean=is_clean)
@@ -168,61 +147,37 @@ class Monitor:
     # -- the engine
 
     def _start_engine(self, model: nn.Module, optimizer: Optimizer | None) -> None:
-        from torchmem.engine import native
-
+        counting = Counting(
+            model,
+            optimizer,
+            depth=self.settings.depth,
+            on_step=self._after_optimizer_step,
+            before_forward=self._before_forward,
+        )
         try:
-            engine = native.load()
-            engine.set_gate(False)
-            if reason := engine.attach_cpu():
-                raise BuildError(reason)
+            counting.attach()
         except BuildError as error:
             self._engine_failure = str(error)
             warnings.warn(f"torchmem counts nothing: {error}", RuntimeWarning, stacklevel=4)
             return
-        self._native = engine
+        finally:
+            self._counting = counting  # also when interrupted: close() takes off what is on
         self._engine = "native"
-        self._attach_labelers(model, optimizer)
-
-    def _attach_labelers(self, model: nn.Module, optimizer: Optimizer | None) -> None:
-        from torchmem.engine.hook_cost import hook_seconds
-        from torchmem.labelers.fsdp2 import Fsdp2Labeler, param_groups
-        from torchmem.labelers.module import ModuleLabeler
-        from torchmem.labelers.optimizer import OptimizerLabeler
-        from torchmem.labelers.owners import OwnerTable
-
-        engine = self._native
-        owners = OwnerTable(model, self.settings.depth)
-        self._names = owners.names
-        engine.reset([0])
-        self._hook_seconds = hook_seconds(engine)
-        engine.reset(owners.parents)
-        engine.set_gate(True)
-        fsdp2 = Fsdp2Labeler(engine, owners, param_groups(model))
-        optimizers = OptimizerLabeler(engine, owners, optimizer, self._after_optimizer_step)
-        modules = ModuleLabeler(
-            engine,
-            owners,
-            lambda p: RefType.SHARDED_PARAMETER if fsdp2.is_sharded(p) else RefType.PARAMETER,
-            lambda: self._before_forward(optimizers.before_forward),
-        )
-        for labeler in (modules, fsdp2, optimizers):
-            try:
-                labeler.attach()
-            except Exception as error:  # noqa: BLE001  # a torch that changed costs one labeler, not the job
-                labeler.hooks.fail(error)
-            self._labelers.append(labeler)
+        self._names = counting.owners.names
         self._end_step(time.perf_counter(), counts=False)
 
     def _stop_engine(self) -> None:
-        for labeler in reversed(self._labelers):
-            try:
-                labeler.detach()
-            except Exception as error:  # noqa: BLE001  # the rest must still be put back
-                labeler.hooks.fail(error)
-        if self._native is not None:
-            self._native.set_gate(False)
-            self._native.detach_cpu()
-        self._labelers.clear()  # with them go the weak references that torch finds on the parameters
+        if self._counting is not None:
+            self._counting.detach()
+
+    @property
+    def _native(self) -> Any:
+        """The engine, once it counts."""
+        return self._counting.native if self._counting is not None and self._names else None
+
+    @property
+    def _labelers(self) -> list[Any]:
+        return [] if self._counting is None else self._counting.labelers
 
     def _lose_engine(self, reason: str) -> None:
         self._engine_failure = self._engine_failure or reason[:200]
@@ -251,8 +206,7 @@ class Monitor:
         if self._native is not None:
             self._close_books(counts=counts)
 
-    def _before_forward(self, drop_stale_label: Callable[[], None]) -> None:
-        drop_stale_label()
+    def _before_forward(self) -> None:
         self._num_forwards += 1
         if self._num_forwards == MAX_FORWARDS_IN_STEP:
             logger.warning("%s: nothing new is published", NO_STEP)
@@ -303,11 +257,14 @@ class Monitor:
             ),
             modules=self._names,
             reftypes=list(REFTYPE_LABELS),
-            devices=[] if self._native is None else device_books(self._facts, self._native.read_window()),
+            devices=[] if self._native is None else self._device_books(),
             ring=ring_columns(list(self._ring)),
             labelers=self._labeler_states(),
             counters={**counters, "num_failed_writes": self._publisher.num_failed if self._publisher else 0},
         )
+
+    def _device_books(self) -> list[wire.Device]:
+        return device_books(self._facts, self._native.read_window(), self._native.checkpoint_peaks())
 
     def _tracker_seconds(self, counters: dict[str, int]) -> float:
         """Events as sampled, module hooks as calibrated when installed, labels and the ends of steps as measured."""
@@ -316,12 +273,16 @@ class Monitor:
             seconds += labeler.hooks.seconds
         if counters:
             seconds += (counters["event_nanoseconds"] + counters["label_nanoseconds"]) / 1e9
-            seconds += counters["num_hook_calls"] * self._hook_seconds
+            seconds += counters["num_hook_calls"] * (self._counting.frame_seconds if self._counting else 0.0)
         return seconds
 
     def _labeler_states(self) -> list[wire.Labeler]:
         states = [
-            wire.Labeler(name=labeler.name, up=not labeler.hooks.failure, reason=labeler.hooks.failure)
+            wire.Labeler(
+                name=labeler.name,
+                up=not labeler.hooks.failure,
+                reason=labeler.hooks.failure or getattr(labeler, "missing", ""),
+            )
             for labeler in self._labelers
         ]
         stepless = NO_STEP if self._num_forwards >= MAX_FORWARDS_IN_STEP else ""

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchmem import __version__
 from torchmem.engine.reconcile import DeviceFacts, device_name
-from torchmem.model import RefType
+from torchmem.model import Operation, RefType
 from torchmem.wire import record as wire
 
 if TYPE_CHECKING:
@@ -63,13 +63,21 @@ def identify(train_job: str, engine: str, model: nn.Module) -> wire.Identity:
     )
 
 
-def device_books(facts: Sequence[DeviceFacts], windows: Sequence[tuple[Any, ...]]) -> list[wire.Device]:
+def device_books(
+    facts: Sequence[DeviceFacts],
+    windows: Sequence[tuple[Any, ...]],
+    checkpoint_peaks: Sequence[tuple[int, int, int]] = (),
+) -> list[wire.Device]:
     """The devices of a record.
 
     Args:
         facts: by device, in the engine's order.
         windows: the engine's ``read_window``.
+        checkpoint_peaks: the engine's, as (device, operation, bytes).
     """
+    peaks: dict[int, dict[str, int]] = {}
+    for device, operation, num_bytes in checkpoint_peaks:
+        peaks.setdefault(device, {})[Operation(operation).label] = num_bytes
     return [
         wire.Device(
             name=fact.name,
@@ -85,8 +93,9 @@ def device_books(facts: Sequence[DeviceFacts], windows: Sequence[tuple[Any, ...]
             model=fact.model,
             uuid=fact.uuid,
             allocator=fact.allocator,
+            checkpoint_peaks=peaks.get(device, {}),
         )
-        for fact, (_, usage_bytes, step_peak_bytes, peak_bytes, usage, step_peak, active_peak) in zip(
+        for fact, (device, usage_bytes, step_peak_bytes, peak_bytes, usage, step_peak, active_peak) in zip(
             facts, windows, strict=False
         )
     ]

@@ -1,8 +1,9 @@
-"""What watching costs, two ways: ``python tests/bench/overhead.py [--pairs 100] [--short] [--json]``.
+"""What watching costs, two ways: ``python tests/bench/overhead.py [--job fsdp2] [--pairs 100] [--short] [--json]``.
 
-By the clock: how much longer a step takes with torchmem than without, on a launch-bound FSDP2 job (width 128, 12
-layers, 2 ranks), from blocks of steps run in turn within one process; beside it torch's FSDPMemTracker, and the ratio
-of the bare job to itself, which is what the machine's noise makes of a true 1.
+By the clock: how much longer a step takes with torchmem than without, on a launch-bound job (a transformer of width
+128, 12 layers, 2 ranks) under FSDP2, DDP, FSDP1, FSDP2 with activation checkpointing, or FSDP2 with compiled blocks,
+from blocks of steps run in turn within one process; beside it torch's FSDPMemTracker where it can, and the ratio of the
+bare job to itself, which is what the machine's noise makes of a true 1.
 By account: what a step asks of torchmem (allocator events, hook calls, labels) times what each costs alone, as a share
 of the step. The clock shows what nobody thought to count, the account what is too small for the clock.
 """
@@ -17,6 +18,8 @@ import platform
 import statistics
 import sys
 import tempfile
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -28,19 +31,28 @@ from rich.table import Table
 
 import torchmem
 from jobs.account import Account, account
-from jobs.fsdp2 import fsdp2_job
+from jobs.fsdp2 import Variant, fsdp2_job
 from jobs.interleave import Contestant, mean_over_ranks, ratio, time_rounds
+from jobs.model import Job, Size
+from jobs.parallel import Ddp, Fsdp1, ddp_job, fsdp1_job
 from jobs.ranks import run_ranks
 from jobs.torch_tracker import tracked
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from jobs.model import Job
+    from collections.abc import Iterator
 
 NUM_RANKS = 2
 DEPTH = 2
 COMPARED = ("bare again", "torchmem", "FSDPMemTracker")
+JOBS: dict[str, Callable[[], Job]] = {
+    "fsdp2": fsdp2_job,
+    "ddp": lambda: ddp_job(Ddp("views", bucket_view=True, bucket_cap_mb=25), Size()),
+    "fsdp1": lambda: fsdp1_job(Fsdp1("full", use_orig_params=True), Size()),
+    "checkpointing": lambda: fsdp2_job(Variant("recompute", recompute=True)),
+    "compiled": lambda: fsdp2_job(Variant("compiled", compiled=True)),
+}
+TRACKED = ("fsdp2", "checkpointing")
+"""Jobs that FSDPMemTracker can watch: it knows FSDP2 only, and runs compiled blocks uncompiled ever after."""
 TRACKER_EVERY = 4
 """FSDPMemTracker's ratio is far from 1, so a quarter of the pairs show it well enough."""
 NUM_ACCOUNT_STEPS = 30
@@ -50,6 +62,7 @@ REFERENCE_STEP_SECONDS = 0.150
 class Plan(NamedTuple):
     """What each rank is to measure."""
 
+    job: str
     num_pairs: int
     block_seconds: float
     directory: str
@@ -91,9 +104,11 @@ def measure(_rank: int, _world_size: int, plan: Plan) -> Measured:
         Contestant("bare", unwatched),
         Contestant("bare again", unwatched),
         Contestant("torchmem", by_torchmem),
-        Contestant("FSDPMemTracker", by_tracker, every=TRACKER_EVERY),
     ]
-    job = fsdp2_job()
+    if plan.job in TRACKED:
+        contestants.append(Contestant("FSDPMemTracker", by_tracker, every=TRACKER_EVERY))
+    warnings.simplefilter("ignore")  # torch deprecates FSDP1
+    job = JOBS[plan.job]()
     bill = account(job, NUM_ACCOUNT_STEPS, plan.directory, DEPTH)
     return Measured(time_rounds(job, contestants, plan.num_pairs, plan.block_seconds), bill)
 
@@ -103,7 +118,7 @@ def report(by_rank: list[Measured]) -> dict[str, Any]:
     rounds = mean_over_ranks([measured.rounds for measured in by_rank])
     bill = by_rank[0].bill
     return {
-        "by_clock": {name: ratio(rounds, name, "bare")._asdict() for name in COMPARED},
+        "by_clock": {name: ratio(rounds, name, "bare")._asdict() for name in COMPARED if name in rounds[0]},
         "bare_step_seconds": statistics.median(times["bare"] for times in rounds),
         "by_account": {
             "items": [item._asdict() for item in bill.items],
@@ -150,6 +165,7 @@ def show(result: dict[str, Any]) -> None:
 def main() -> None:
     """Reads the command line, runs the job, prints."""
     parser = argparse.ArgumentParser(description="what watching costs, by the clock and by account")
+    parser.add_argument("--job", choices=JOBS, default="fsdp2", help="how the transformer is trained (default: fsdp2)")
     parser.add_argument("--pairs", type=int, default=100, help="pairs of blocks, with and without (default: 100)")
     parser.add_argument("--block-seconds", type=float, default=1.2, help="length of a block (default: 1.2)")
     parser.add_argument("--short", action="store_true", help="ten short pairs: shows that it runs, measures little")
@@ -159,8 +175,9 @@ def main() -> None:
     # Four blocks a round at most, one of them by a tracker that is several times slower, and time to start.
     timeout = 240 + num_pairs * (block_seconds + 1) * 8
     with tempfile.TemporaryDirectory() as directory:
-        plan = Plan(num_pairs, block_seconds, directory)
+        plan = Plan(options.job, num_pairs, block_seconds, directory)
         result = report(run_ranks(measure, NUM_RANKS, plan, timeout=timeout))
+    result["environment"] = {"job": options.job, **result["environment"]}
     if options.json:
         print(json.dumps(result, indent=1))
     else:

@@ -107,6 +107,11 @@ def late_inputs(case: Case, _: Compared) -> Difference:
     return Difference("activation", "input", _targets_bytes(case))
 
 
+def cast_inputs(case: Case, _: Compared) -> Difference:
+    """A block's inputs cast to the gathered type: let go of before its call is over, so they were no activation."""
+    return Difference("activation", "temporary", _hidden_bytes(case) // 2)
+
+
 def young_parameters(case: Case, _: Compared) -> Difference:
     """A group's unsharded parameters while they are being made: torch names them when its pre-forward is over."""
     return Difference("activation", "unsharded_parameter", _gathered_bytes(case))
@@ -155,7 +160,7 @@ EXPLAINED: dict[tuple[str, str], tuple[Explanation, ...]] = {
     ("mixed", "backward"): USUAL,
     ("mixed", "optimizer"): (seen_targets, optimizer_scratch, optimizer_scalars),
     ("mixed", "forward"): (unseen_targets, forward_scratch),
-    ("mixed", "evaluation"): (late_inputs, inner_results, young_parameters),
+    ("mixed", "evaluation"): (late_inputs, inner_results, young_parameters, cast_inputs),
     ("mixed", "unshard"): (young_gather, cast_copy),
     ("mixed_keep", "backward"): USUAL,
     ("mixed_keep", "optimizer"): (seen_targets, optimizer_scratch, optimizer_scalars),

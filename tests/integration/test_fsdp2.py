@@ -137,7 +137,7 @@ def broken(_rank: int, _world_size: int) -> tuple[dict[str, bool], bool]:
 def test_a_changed_torch_costs_one_labeler():
     """A failure in the FSDP2 labeler would stop the job or the other labelers."""
     states, whole = run_alone(broken, 2)
-    assert states == {"engine": True, "cuda": True, "step": True, "module": True, "fsdp2": False, "optimizer": True}
+    assert [name for name, up in states.items() if not up] == ["fsdp2"]
     assert whole
 
 

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-import truth
 from jobs.fsdp2 import VARIANTS, Variant, fsdp2_job, variants
 from jobs.model import Size, plain_job, recurrent_job
 from jobs.ranks import run_alone, run_ranks
 from jobs.watched import MESH_BYTES, Watched, watch
+from torchmem.validation import witness
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -41,7 +41,7 @@ NAMES = [
 
 def watch_fsdp2(_rank: int, world_size: int, directory: str, names: list[str]) -> dict[str, Watched]:
     """The named variants for this many ranks, one after the other in the same processes."""
-    truth.install()
+    witness.install()
     return {
         variant.name: _watch_variant(variant, directory) for variant in variants(world_size) if variant.name in names
     }
@@ -49,7 +49,7 @@ def watch_fsdp2(_rank: int, world_size: int, directory: str, names: list[str]) -
 
 def _watch_variant(variant: Variant, directory: str) -> Watched:
     gc.collect()
-    foreign_bytes = truth.current()
+    foreign_bytes = witness.current()
     job = fsdp2_job(variant, SIZE)
     return watch(
         job,
@@ -62,7 +62,7 @@ def _watch_variant(variant: Variant, directory: str) -> Watched:
 
 def watch_plain(_rank: int, _world_size: int, directory: str) -> dict[str, Watched]:
     """Every plain job, watched from its first step and from its third."""
-    truth.install()
+    witness.install()
     return {
         f"{name}_after_{num_steps_before}": _watch_plain(make, num_steps_before, directory)
         for name, make in PLAIN_JOBS.items()
@@ -72,7 +72,7 @@ def watch_plain(_rank: int, _world_size: int, directory: str) -> dict[str, Watch
 
 def _watch_plain(make: Callable[[], Job], num_steps_before: int, directory: str) -> Watched:
     gc.collect()
-    foreign_bytes = truth.current()
+    foreign_bytes = witness.current()
     job = make()
     for _ in range(num_steps_before):
         job.step()

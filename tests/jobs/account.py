@@ -1,8 +1,8 @@
-"""What torchmem is asked to do in one step of an FSDP2 job, and what each of those things costs.
+"""What torchmem is asked to do in one step of a job, and what each of those things costs.
 
-Counted in real steps: allocator events, calls of watched modules' hooks, calls of the FSDP2 methods that are labelled,
-optimizer steps. Events and labels are timed where they happen, caches cold, by the engine's own samples; a module's
-hook, too short for that, as what it adds to the call of a module that does nothing.
+Counted in real steps: allocator events, frames opened and closed by module calls, calls of FSDP's methods that are
+labelled, what labelers do in Python. Events and labels are timed where they happen, caches cold; a module's frame, too
+short for that, as what it adds to the call of a module that does nothing.
 Known limits: the publisher's thread is not in the bill: it does not run in the training thread.
 """
 
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 _NUM_WARM_STEPS = 5
 _NUM_REPEATS = 9
+_NAMES = {"module": "root's inputs", "optimizer": "optimizer labels and the step's end"}
+"""What a labeler does in Python, where its name does not say it."""
 
 
 class Item(NamedTuple):
@@ -58,7 +60,7 @@ class Account(NamedTuple):
 
 
 def account(job: Job, num_steps: int, directory: str, depth: int) -> Account:
-    """Bills an FSDP2 job; all ranks must call it together.
+    """Bills a job; all ranks must call it together.
 
     Args:
         job: ready to step.
@@ -82,10 +84,9 @@ def account(job: Job, num_steps: int, directory: str, depth: int) -> Account:
     num_events, num_hook_calls, num_labels = (events[f"num_{name}"] for name in ("events", "hook_calls", "label_calls"))
     items = [
         Item("allocator events", num_events / num_steps, events["event_nanoseconds"] / 1e9 / num_events),
-        Item("module hooks", num_hook_calls / num_steps, _hook_seconds(directory)),
-        Item("root's inputs", 1, labels["module"] / num_steps),
-        Item("FSDP2 labels", num_labels / num_steps, events["label_nanoseconds"] / 1e9 / num_labels),
-        Item("optimizer labels and the step's end", 1, labels["optimizer"] / num_steps),
+        Item("module frames", num_hook_calls / num_steps, _hook_seconds(directory)),
+        Item("native labels", num_labels / num_steps, events["label_nanoseconds"] / 1e9 / max(1, num_labels)),
+        *(Item(_NAMES.get(name, name), 1, seconds / num_steps) for name, seconds in labels.items() if seconds),
     ]
     return Account(items, step_seconds, record_seconds)
 
@@ -95,7 +96,7 @@ def _label_seconds(monitor: torchmem.Monitor) -> dict[str, float]:
 
 
 def _hook_seconds(directory: str) -> float:
-    """What one hook adds to the call of a module that does nothing."""
+    """What opening or closing a frame adds to the call of a module that does nothing."""
     model = nn.Sequential(nn.Identity(), nn.Identity())
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
     x = torch.zeros(1)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed._composable import checkpoint
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
@@ -42,6 +43,10 @@ class Variant:
     """More than one accumulates unsharded gradients and reduces them in the last."""
     optimizer_passed: bool = True
     """Whether a watcher is told of the optimizer."""
+    recompute: bool = False
+    """Activation checkpointing of every block."""
+    compiled: bool = False
+    """Every block compiled."""
 
 
 VARIANTS: tuple[Variant, ...] = (
@@ -78,6 +83,10 @@ def fsdp2_job(variant: Variant = VARIANTS[0], size: Size = Size(), *, seed: int 
     )
     second = FSDPMeshInfo(_mesh_of_its_own(), shard_mesh_dim=0) if variant.groups_per_block > 1 else None
     for block in model.blocks():
+        if variant.recompute:
+            checkpoint(block)
+        if variant.compiled:
+            block.compile()
         shard(block, shard_placement_fn=_placement(block, variant, second))
     if variant.grouped_head:
         shard([model.norm, model.head])

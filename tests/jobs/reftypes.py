@@ -9,12 +9,12 @@ from __future__ import annotations
 import gc
 from typing import TYPE_CHECKING, NamedTuple, cast
 
-import truth
 from jobs import books
 from jobs.fsdp2 import Variant, fsdp2_job, variants
 from jobs.model import Job, Size
 from jobs.torch_tracker import TOTAL, peak_of, step_peak
 from jobs.watched import Step, watch
+from torchmem.validation import witness
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -73,14 +73,14 @@ def compare(_rank: int, world_size: int, directory: str) -> dict[tuple[str, str]
 
     torch's tracker comes last: it keeps what it tracked alive, which would show in the other counts.
     """
-    truth.install()
+    witness.install()
     ours = {case: _ours(case, directory) for case in cases(world_size)}
     return {(case.variant.name, case.size): Compared(step, *_theirs(case)) for case, step in ours.items()}
 
 
 def _ours(case: Case, directory: str) -> Step:
     gc.collect()
-    foreign_bytes = truth.current()
+    foreign_bytes = witness.current()
     by_hand = BY_HAND.get(case.size)
     return watch(
         fsdp2_job(case.variant, SIZES[case.size]),

@@ -1,20 +1,18 @@
-"""Runs a job under torchmem and, independently, under the counting allocator; brings both sets of figures home."""
+"""Runs a job under torchmem and, independently, under the witness; brings both sets of figures home."""
 
 from __future__ import annotations
 
 import gc
-import itertools
-import time
 from typing import TYPE_CHECKING, NamedTuple
 
 import torchmem
-import truth
 from jobs import books
+from torchmem.validation import witness
+from torchmem.validation.truth import CpuTruth
+from torchmem.validation.watch import sums_of_storages
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
-    import torch
+    from collections.abc import Callable
 
     from jobs.model import Job
 
@@ -22,12 +20,8 @@ MESH_BYTES = 64
 """What a device mesh keeps of its ranks' numbers, at most: allocated before torchmem comes and reachable by no one."""
 
 
-_QUIET_SECONDS = 0.003
-_SETTLE_SECONDS = 1.0
-
-
 class Step(NamedTuple):
-    """What one step held, all in bytes; ``true_*`` by the counting allocator, of the job alone."""
+    """What one step held, all in bytes; ``true_*`` by the witness, of the job alone."""
 
     true_peak: int
     true_end: int
@@ -61,13 +55,13 @@ def watch(
     optimizer_passed: bool = True,
     by_hand: Callable[[Job], None] | None = None,
 ) -> Watched:
-    """Runs the job for some steps; the counting allocator must have been installed before the job was made.
+    """Runs the job for some steps; the witness must have been installed before the job was made.
 
     Args:
         job: with or without steps behind it.
         directory: where records go.
         num_steps: how many steps to take.
-        foreign_bytes: what the counting allocator counted before the job was made.
+        foreign_bytes: what the witness counted before the job was made.
         optimizer_passed: whether torchmem is told of the optimizer.
         by_hand: what a step is, if not a training step; its end is then marked by hand.
     """
@@ -75,13 +69,13 @@ def watch(
 
     def note(*_: object) -> None:
         # torch calls an optimizer's own hooks before the global ones, so torchmem ends its step after this.
-        _settle()
-        true.append(_True(truth.peak() - foreign_bytes, truth.current() - foreign_bytes, _storages(job)))
-        truth.reset_peak()
+        CpuTruth.settle()
+        true.append(_True(witness.peak() - foreign_bytes, witness.current() - foreign_bytes, sums_of_storages(job)))
+        witness.reset_peak()
 
     gc.collect()
     with torchmem.install(job.model, job.optimizer if optimizer_passed else None, dir=directory) as monitor:
-        truth.reset_peak()
+        witness.reset_peak()
         handle = job.optimizer.register_step_post_hook(note)
         for _ in range(num_steps):
             if by_hand:
@@ -99,28 +93,3 @@ def watch(
     ]
     disabled = [f"{labeler.name}: {labeler.reason}" for labeler in record.labelers if not labeler.up]
     return Watched(steps, record.counters, disabled)
-
-
-def _settle() -> None:
-    """Waits until the communication library's threads have let go of the last buffers."""
-    deadline = time.monotonic() + _SETTLE_SECONDS
-    before = -1
-    while (now := truth.num_events()) != before and time.monotonic() < deadline:
-        before = now
-        time.sleep(_QUIET_SECONDS)
-
-
-def _storages(job: Job) -> dict[str, int]:
-    parameters = list(job.model.parameters())
-    states = itertools.chain.from_iterable(state.values() for state in job.optimizer.state.values())
-    return {
-        "parameter": _num_bytes(parameters),
-        "gradient": _num_bytes(p.grad for p in parameters if p.grad is not None),
-        "optimizer_state": _num_bytes(value for value in states if hasattr(value, "untyped_storage")),
-        "buffer": _num_bytes(job.model.buffers()),
-    }
-
-
-def _num_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    storages = (getattr(tensor, "_local_tensor", tensor).untyped_storage() for tensor in tensors)
-    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())

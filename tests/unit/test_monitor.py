@@ -376,7 +376,7 @@ def test_a_failing_labeler_is_named(model, settings, monkeypatch):
 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with torchmem.install(model, optimizer, **settings) as monitor:
-        monkeypatch.setattr(OptimizerLabeler, "label_gradients", lambda self: 1 / 0)
+        monkeypatch.setattr(OptimizerLabeler, "_label_state", lambda self, optimizer: 1 / 0)
         train(model, optimizer, steps=2)
         states = {labeler.name: labeler for labeler in monitor.snapshot().labelers}
         assert not states["optimizer"].up

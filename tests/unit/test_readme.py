@@ -30,10 +30,18 @@ def test_the_three_lines_run(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHMEM_DIR", str(tmp_path))
     model = torch.nn.Linear(4, 4)
     names = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
-    [code] = blocks("python")
-    exec(code, names)
+    exec(blocks("python")[0], names)
     assert names["monitor"].snapshot().clock.final
     assert len(list(tmp_path.glob("*/rank-0.record"))) == 1
+
+
+def test_the_closer_look_runs(capsys):
+    """A user who changes the import of torch's tracker would get an error."""
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    code = "import torchmem\n" + blocks("python")[1]
+    exec(code, {"model": model, "optimizer": optimizer, "batch": torch.ones(2, 4)})
+    assert "Gradient" in capsys.readouterr().out
 
 
 def test_make_targets_exist():

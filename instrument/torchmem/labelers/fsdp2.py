@@ -5,21 +5,23 @@ Labels by context: while a parameter group unshards, what it allocates is ``all_
 relabelled right after, back to its birth.
 
 Private torch interfaces used, checked on attach: ``FSDPParamGroup.unshard``, ``wait_for_unshard``, ``post_backward``,
-``fsdp_params``, ``modules``; of a parameter ``all_gather_outputs``, ``_unsharded_inner_tensors``, ``_unsharded_param``,
-``sharded_param``, ``unsharded_accumulated_grad``.
+``fsdp_params``, ``modules``, ``_all_reduce_state``, ``_partial_reduce_output``; ``FSDPParam.reset_sharded_param``; of a
+parameter ``all_gather_outputs``, ``_unsharded_inner_tensors``, ``_unsharded_param``, ``sharded_param``,
+``unsharded_accumulated_grad``.
 
 Invariants: buffers belong to the module that was given to ``fully_shard``, parameters and their unsharded gradients to
 the module that holds them. The sharded gradients of one group are views of one storage, which is the group's.
 
-Limits: gradients of unsharded parameters that are themselves DTensors (tensor parallelism) are ``temporary`` until
-they are reduced; HSDP's all-reduce buffers count as ``reduce_scatter``.
+Limits: under HSDP the buffer that is all-reduced is ``all_reduce`` only where it is not itself the sharded gradient
+(another type, or gradients kept for a later all-reduce): else it is ``sharded_gradient``.
 """
 
 from __future__ import annotations
 
+import functools
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -27,9 +29,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from torchmem.labelers.hooks import HookSet
-from torchmem.labelers.owners import OwnerTable, plain_tensors
+from torchmem.labelers.owners import OwnerTable, plain_tensors, storages
 from torchmem.model import RefType
 
 _LABELS = {
@@ -70,23 +73,29 @@ class Fsdp2Labeler:
         self._native = native
         self._owners = owners
         self._groups: weakref.WeakSet[Any] = weakref.WeakSet(groups)
-        self._sharded = {id(p.sharded_param) for group in groups for p in group.fsdp_params}
+        self._claimed = {id(p.sharded_param) for group in groups for p in group.fsdp_params}
 
-    def is_sharded(self, parameter: nn.Parameter) -> bool:
+    def claims(self, parameter: torch.Tensor) -> bool:
         """True for a parameter that FSDP2 manages."""
-        return id(parameter) in self._sharded
+        return id(parameter) in self._claimed
 
     def attach(self) -> None:
-        """Books the buffers that exist and patches the groups' class.
+        """Books what exists and patches the groups' class; nothing where there are no groups.
 
         A group may carry a method of its own (torch's memory tracker leaves some behind): that one is patched too.
         """
+        if not self._groups:
+            return
+        from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
         from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
         if missing := [name for name in _LABELS if not hasattr(FSDPParamGroup, name)]:
             raise AttributeError(f"FSDPParamGroup of torch {torch.__version__} has no {', '.join(missing)}")
         for group in self._groups:
+            for parameter in group.fsdp_params:
+                self._adopt_sharded(parameter)
             self._adopt_unsharded(group)
+        self.hooks.patch(FSDPParam, "reset_sharded_param", self._after_reset)
         for name in _LABELS:
             self.hooks.patch(FSDPParamGroup, name, partial(self._labelled, name))
             for group in self._groups:
@@ -100,6 +109,32 @@ class Fsdp2Labeler:
             vars(group).pop("_torchmem", None)
             for tensor, _ in _unsharded_storage(group, self._owners):
                 self._native.disown(tensor.untyped_storage()._cdata)  # noqa: SLF001  # the address of the StorageImpl
+            for parameter in group.fsdp_params:
+                for tensor in (parameter.sharded_param, parameter.sharded_param.grad):
+                    for storage in () if tensor is None else storages(tensor):
+                        self._native.disown(storage._cdata)  # noqa: SLF001  # as above
+
+    def _after_reset(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Converting or loading a model gives its parameters other storages."""
+        adopt = self.hooks.guarded(self._adopt_sharded)
+
+        @functools.wraps(original)
+        def reset_sharded_param(parameter: Any) -> Any:
+            result = original(parameter)
+            adopt(parameter)
+            return result
+
+        return reset_sharded_param
+
+    def _adopt_sharded(self, parameter: Any) -> None:
+        owner = _owner_of(parameter, self._owners)
+        gradient = parameter.sharded_param.grad
+        for tensor, reftype in (
+            (parameter.sharded_param, RefType.SHARDED_PARAMETER),
+            (gradient, RefType.SHARDED_GRADIENT),
+        ):
+            for storage in () if tensor is None else storages(tensor):
+                self._native.adopt(storage._cdata, owner, reftype)  # noqa: SLF001  # as above
 
     def _adopt_unsharded(self, group: Any) -> None:
         for tensor, owner in _unsharded_storage(group, self._owners):
@@ -132,13 +167,36 @@ class Fsdp2Labeler:
         known = group._torchmem  # noqa: SLF001  # as above
         # _cdata is the address of the TensorImpl
         known.parameters = self._native.make_group([(t._cdata, o) for t, o in _unsharded_storage(group, self._owners)])  # noqa: SLF001
-        known.unsharded = self._native.make_group(
-            [(p._unsharded_param._cdata, _owner_of(p, self._owners)) for p in group.fsdp_params]  # noqa: SLF001  # as above
-        )
+        if any(is_traceable_wrapper_subclass(p._unsharded_param) for p in group.fsdp_params):  # noqa: SLF001  # as above
+            known.unsharded = partial(self._label_parallel_gradients, weakref.ref(group))
+        else:
+            known.unsharded = self._native.make_group(
+                [(p._unsharded_param._cdata, _owner_of(p, self._owners)) for p in group.fsdp_params]  # noqa: SLF001  # as above
+            )
         known.parameters.relabel(RefType.UNSHARDED_PARAMETER)
+
+    def _label_parallel_gradients(self, reference: weakref.ref[Any]) -> None:
+        """Under tensor parallelism an unsharded gradient is a DTensor: the engine cannot find its memory by itself."""
+        group = reference()
+        for parameter in () if group is None else group.fsdp_params:
+            gradient = parameter._unsharded_param.grad  # noqa: SLF001  # as above
+            if gradient is not None:
+                self._label_unsharded(gradient, parameter)
+
+    def _label_unsharded(self, gradient: torch.Tensor, parameter: Any) -> None:
+        owner = _owner_of(parameter, self._owners)
+        for tensor in plain_tensors(gradient):
+            self._native.relabel(tensor._cdata, owner, RefType.UNSHARDED_GRADIENT)  # noqa: SLF001  # as above
+
+    def _label_all_reduced(self, group: Any, owner: int) -> None:
+        state = getattr(group, "_all_reduce_state", None)
+        for tensor in (getattr(state, "all_reduce_input", None), getattr(group, "_partial_reduce_output", None)):
+            if tensor is not None:
+                self._native.relabel(tensor._cdata, owner, RefType.ALL_REDUCE)  # noqa: SLF001  # as above
 
     def _after_post_backward(self, group: Any) -> None:
         owner = group._torchmem.owner  # noqa: SLF001  # as above
+        self._label_all_reduced(group, owner)
         for parameter in group.fsdp_params:
             gradient = parameter.sharded_param.grad
             if gradient is None:
@@ -154,9 +212,7 @@ class Fsdp2Labeler:
         for parameter in group.fsdp_params:
             accumulated = parameter.unsharded_accumulated_grad
             if accumulated is not None:
-                for tensor in plain_tensors(accumulated):
-                    owner = _owner_of(parameter, self._owners)
-                    self._native.relabel(tensor._cdata, owner, RefType.UNSHARDED_GRADIENT)  # noqa: SLF001  # as above
+                self._label_unsharded(accumulated, parameter)
 
 
 def _owner_of(fsdp_param: Any, owners: OwnerTable) -> int:

@@ -1,38 +1,47 @@
-"""Plain modules: whose forward runs, what its parameters, buffers and inputs are.
+"""Plain modules: whose forward runs, what its parameters, gradients, buffers and inputs are.
 
-Each watched module gets two native hooks (about a microsecond each, no Python of ours). Backward needs none: the
-engine finds the module that made the running autograd node.
+Whose forward runs is told by ``frames``. Backward needs nothing: the engine finds the module that made the running
+autograd node. Parameters, gradients and buffers are named again before each optimizer step, through
+the modules that hold them, so that what was replaced or converted meanwhile is followed.
 
-Invariants: hooks are prepended before forward and appended after it, and called on exceptions too, so that what other
-hooks allocate belongs to the module; nothing wraps ``forward``.
+Invariants: what other hooks on a module allocate belongs to the module; nothing wraps ``forward``; no tensor is held.
 
-Limits: a module added after ``install`` counts for the one that calls it; parameters replaced after it are relabelled
-as optimizer state or gradients are, but not themselves.
+Limits: a module added after ``install`` counts for the one that calls it, and its tensors as what they were made for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from torchmem.labelers.frames import ModuleFrames
 from torchmem.labelers.hooks import HookSet
-from torchmem.labelers.owners import ROOT_OWNER, OwnerTable, storages, tensors_in
+from torchmem.labelers.owners import ROOT_OWNER, OwnerTable, plain_tensors, storages, tensors_in
 from torchmem.model import RefType
 
-_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
-"""Never called themselves."""
+
+class _Held(NamedTuple):
+    """A tensor that a module holds, and where."""
+
+    module: nn.Module
+    table: str
+    name: str
+    tensor: torch.Tensor
+    owner: int
+    reftype: RefType
 
 
 class ModuleLabeler:
-    """Hooks on the watched modules; labels of parameters, buffers, inputs and whatever gradients exist.
+    """Hooks on the watched modules; labels of what they hold and of the root's inputs.
 
     Args:
         native: the loaded engine.
         owners: the table of owners.
-        parameter_reftype: what a parameter is (a sharded one under FSDP2).
+        is_claimed: whether another labeler names this parameter and its gradient (sharded ones).
         before_forward: called before the root's forward, for labelers that must notice a new iteration.
     """
 
@@ -42,53 +51,78 @@ class ModuleLabeler:
         self,
         native: Any,
         owners: OwnerTable,
-        parameter_reftype: Callable[[nn.Parameter], RefType],
+        is_claimed: Callable[[torch.Tensor], bool],
         before_forward: Callable[[], None],
     ) -> None:
         self.hooks = HookSet(self.name)
         self._native = native
         self._owners = owners
-        self._parameter_reftype = parameter_reftype
+        self._is_claimed = is_claimed
         self._before_forward = before_forward
+        self.frames = ModuleFrames(native, owners, self.hooks.guarded(self._root_pre_forward))
+        self._held: Any = None
+        self._has_subclasses = False
 
     def attach(self) -> None:
         """Books what exists and puts the hooks on."""
-        for tensor, owner, reftype in self._static_tensors():
-            for storage in storages(tensor):
-                self._native.adopt(storage._cdata, owner, reftype)  # noqa: SLF001  # the address of the StorageImpl
-        for owner, module in list(self._owners.watched.items()):
-            if isinstance(module, _CONTAINERS):
-                continue
-            make = self._native.make_hook
-            self.hooks.add(module.register_forward_pre_hook(make(owner, 1), prepend=True))
-            self.hooks.add(module.register_forward_hook(make(owner, 0), always_call=True))
-        root_hook = self.hooks.guarded(self._root_pre_forward)
-        self.hooks.add(self._owners.model.register_forward_pre_hook(root_hook, prepend=True, with_kwargs=True))
+        held = list(self._find_held())
+        for one in held:
+            self._adopt(one.tensor, one.owner, one.reftype)
+            if one.tensor.grad is not None:
+                self._adopt(one.tensor.grad, one.owner, RefType.GRADIENT)
+        places = [(one.module, one.table, one.name, one.owner, int(one.reftype)) for one in held]
+        self._held = self._native.make_held(places, torch.Tensor)
+        self._has_subclasses = any(is_traceable_wrapper_subclass(one.tensor) for one in held)
+        self.frames.attach(self.hooks)
 
     def detach(self) -> None:
         """Takes the hooks off and gives the storages their own deleters back."""
         self.hooks.close()
-        for tensor, _, _ in self._static_tensors():
-            for storage in storages(tensor):
-                self._native.disown(storage._cdata)  # noqa: SLF001  # as above
+        self._held = None
+        for one in self._find_held():
+            for tensor in (one.tensor, one.tensor.grad):
+                if tensor is not None:
+                    for storage in storages(tensor):
+                        self._native.disown(storage._cdata)  # noqa: SLF001  # the address of the StorageImpl
 
-    def _static_tensors(self) -> list[tuple[torch.Tensor, int, RefType]]:
-        found: list[tuple[torch.Tensor, int, RefType]] = []
+    def label_held(self) -> None:
+        """Names the parameters, gradients and buffers that the modules hold now."""
+        if self._held is None:
+            return
+        self._held.relabel()
+        if self._has_subclasses:
+            self._label_subclasses()
+
+    def _label_subclasses(self) -> None:
+        """The tensors behind a subclass (tensor parallelism's DTensor), which the engine cannot find by itself."""
+        for one in self._find_held():
+            if not is_traceable_wrapper_subclass(one.tensor):
+                continue
+            self._relabel(one.tensor, one.owner, one.reftype)
+            if one.tensor.grad is not None:
+                self._relabel(one.tensor.grad, one.owner, RefType.GRADIENT)
+
+    def _find_held(self) -> Iterator[_Held]:
+        seen: set[int] = set()
         for module in self._owners.model.modules():
             owner = self._owners.of_module(module)
-            found += [(b, owner, RefType.BUFFER) for b in module.buffers(recurse=False)]
-        for parameter in self._owners.model.parameters():
-            owner = self._owners.of_parameter(parameter)
-            reftype = self._parameter_reftype(parameter)
-            found.append((parameter, owner, reftype))
-            if parameter.grad is not None:
-                sharded = reftype is RefType.SHARDED_PARAMETER
-                found.append((parameter.grad, owner, RefType.SHARDED_GRADIENT if sharded else RefType.GRADIENT))
-        return found
+            for table, reftype in (("_parameters", RefType.PARAMETER), ("_buffers", RefType.BUFFER)):
+                for name, tensor in getattr(module, table).items():
+                    if tensor is None or id(tensor) in seen or self._is_claimed(tensor):
+                        continue
+                    seen.add(id(tensor))
+                    yield _Held(module, table, name, tensor, owner, reftype)
+
+    def _adopt(self, tensor: torch.Tensor, owner: int, reftype: RefType) -> None:
+        for storage in storages(tensor):
+            self._native.adopt(storage._cdata, owner, reftype)  # noqa: SLF001  # as above
+
+    def _relabel(self, tensor: torch.Tensor, owner: int, reftype: RefType) -> None:
+        for plain in plain_tensors(tensor):
+            self._native.relabel(plain._cdata, owner, reftype)  # noqa: SLF001  # the address of the TensorImpl
 
     def _root_pre_forward(self, _module: nn.Module, args: Any, kwargs: Any) -> None:
         self._before_forward()
         for tensor in tensors_in((args, kwargs)):
             if not isinstance(tensor, nn.Parameter):
-                for storage in storages(tensor):
-                    self._native.adopt(storage._cdata, ROOT_OWNER, RefType.INPUT)  # noqa: SLF001  # as above
+                self._adopt(tensor, ROOT_OWNER, RefType.INPUT)

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from torchmem.labelers.hooks import HookSet
 from torchmem.labelers.owners import OwnerTable, storages, tensors_in
@@ -34,32 +33,43 @@ class OptimizerLabeler:
         native: the loaded engine.
         owners: the table of owners.
         optimizer: the one whose step ends a step; None for the first that steps.
+        label_held: names the parameters and gradients that the model holds now.
         on_step: called after that optimizer has stepped.
     """
 
     name = "optimizer"
 
     def __init__(
-        self, native: Any, owners: OwnerTable, optimizer: Optimizer | None, on_step: Callable[[], None]
+        self,
+        native: Any,
+        owners: OwnerTable,
+        optimizer: Optimizer | None,
+        label_held: Callable[[], None],
+        on_step: Callable[[], None],
     ) -> None:
         self.hooks = HookSet(self.name)
         self._native = native
         self._owners = owners
         self._anchor = None if optimizer is None else weakref.ref(optimizer)
+        self.label_held = label_held
         self._on_step = on_step
         self._thread = threading.local()
         self._seen: weakref.WeakKeyDictionary[Optimizer, tuple[int, int]] = weakref.WeakKeyDictionary()
-        self._gradients: Any = None
+        self._global_hooks: list[tuple[Any, int, Any]] = []
 
     def attach(self) -> None:
         """Books the state that exists and puts the hooks on."""
-        plain = [p for p in self._owners.model.parameters() if not is_traceable_wrapper_subclass(p)]
-        self._gradients = self._native.make_group([(p._cdata, self._owners.of_parameter(p)) for p in plain])  # noqa: SLF001  # the address of the TensorImpl
         optimizer = None if self._anchor is None else self._anchor()
         if optimizer is not None:
             self._label_state(optimizer)
-        self.hooks.add(register_optimizer_step_pre_hook(self.hooks.guarded(self._before_step)))
-        self.hooks.add(register_optimizer_step_post_hook(self.hooks.guarded(self._after_step)))
+        for register, function in (
+            (register_optimizer_step_pre_hook, self._before_step),
+            (register_optimizer_step_post_hook, self._after_step),
+        ):
+            hook = self.hooks.guarded(function)
+            handle = register(hook)
+            self.hooks.add(handle)
+            self._global_hooks.append((handle.hooks_dict_ref(), handle.id, hook))
 
     def detach(self) -> None:
         """Takes the hooks off and gives the state's storages their own deleters back."""
@@ -69,6 +79,28 @@ class OptimizerLabeler:
                 for storage in storages(tensor):
                     self._native.disown(storage._cdata)  # noqa: SLF001  # the address of the StorageImpl
 
+    def label_now(self) -> None:
+        """Names the parameters, gradients and optimizer state that exist now; a failure disables the labeler."""
+        if not self.hooks.active:
+            return
+        try:
+            self.label_held()
+            for optimizer in list(self._seen):
+                self._label_state(optimizer)
+        except Exception as error:  # noqa: BLE001  # nothing of ours may reach the training loop
+            self.hooks.fail(error)
+
+    def hide_hooks(self) -> None:
+        """Takes the hooks out of torch's tables: compiled steps are guarded on them."""
+        for table, key, _ in self._global_hooks:
+            table.pop(key, None)
+
+    def show_hooks(self) -> None:
+        """Puts them back."""
+        if self.hooks.active:
+            for table, key, hook in self._global_hooks:
+                table[key] = hook
+
     @property
     def _open(self) -> list[int]:
         """Depths at which this thread's running steps opened their labels."""
@@ -77,14 +109,14 @@ class OptimizerLabeler:
 
     def before_forward(self) -> None:
         """Takes away what an exception left on this thread: a step's label, an interrupted forward's frames."""
-        if self._open:
-            self._cut_to(_num_running_steps())
+        self.drop_stale_labels()
         if torch._C._current_graph_task_id() == -1:  # noqa: SLF001  # outside of backward
             self._native.cut_stack(self._open[-1] + 1 if self._open else 0)
 
-    def label_gradients(self) -> None:
-        """Labels the gradients of plain parameters; those of sharded ones are their labeler's."""
-        self._gradients.relabel_gradients(RefType.GRADIENT)
+    def drop_stale_labels(self) -> None:
+        """Takes away the labels of steps that an exception ended on this thread."""
+        if self._open:
+            self._cut_to(_num_running_steps())
 
     def _cut_to(self, num_open: int) -> None:
         while len(self._open) > num_open:
@@ -93,11 +125,15 @@ class OptimizerLabeler:
     def _before_step(self, _optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         if self._open:
             self._cut_to(_num_running_steps() - 1)  # this one runs too
-        self.label_gradients()
+        self.label_held()
         self._open.append(self._native.push_label(OUTSIDE_OWNER, RefType.TEMPORARY))
 
     def _after_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         self._cut_to(max(0, len(self._open) - 1))
+        self.stepped(optimizer)
+
+    def stepped(self, optimizer: Optimizer) -> None:
+        """What follows each step, eager or compiled."""
         self._label_state(optimizer)
         if self._anchor is None and self._trains_model(optimizer):
             self._anchor = weakref.ref(optimizer)
@@ -114,6 +150,7 @@ class OptimizerLabeler:
         if self._seen.get(optimizer) == now and self._is_labelled(state):
             return
         self._seen[optimizer] = now
+        self._owners.refresh()
         for parameter, values in state.items():
             owner = self._owners.of_parameter(parameter)
             for tensor in tensors_in(values):

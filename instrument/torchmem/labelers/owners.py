@@ -2,30 +2,65 @@
 
 Owner 0 is ``(outside modules)``, 1 the root; every other watched module follows in ``named_modules`` order, so that a
 parent's index is smaller than its children's. A module below the watched depth counts for the nearest watched one
-above it, as do its parameters.
+above it, as do its parameters. A wrapper (DDP, FSDP1, a checkpoint wrapper, a compiled module) and what it wraps are
+one owner, under the name that the module has without the wrapper.
 
-Limits: a module or parameter shared by several parents belongs to the first that names it.
+Invariants: nothing here keeps a module alive, and no tensor is held, not even weakly: torch refuses to convert a
+parameter that somebody holds weakly. A parameter is known by its place (module and name), and is that place's only
+while the module still has it there.
+
+Limits: a module or parameter shared by several parents belongs to the first that names it; the parameters of a module
+added after the table was made belong to the nearest known module above it, once ``refresh`` has seen them.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, MutableMapping
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from torchmem.model import OUTSIDE, OUTSIDE_OWNER, ROOT
 
 ROOT_OWNER = 1
+_WRAPPED = frozenset({"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"})
+"""Names under which wrappers keep what they wrap."""
 
 
 def module_depth(name: str) -> int:
     """Components of a qualified name, indices not counted: ``layers.17.mlp`` has depth 2."""
     return sum(not part.isdecimal() for part in name.split(".") if part)
+
+
+def is_wrapped(parent: nn.Module, name: str) -> bool:
+    """Whether ``parent`` only wraps its child of that name."""
+    parallel = (nn.parallel.DistributedDataParallel, nn.DataParallel)
+    return name in _WRAPPED or (name == "module" and isinstance(parent, parallel))
+
+
+def clean_names(model: nn.Module) -> Iterator[tuple[str, str, str, nn.Module]]:
+    """(qualified name, its parent's, the name without wrappers, module) of each module, in ``named_modules`` order."""
+    modules = {"": model}
+    cleaned = {"": ""}
+    for name, module in model.named_modules():
+        above, _, own = name.rpartition(".")
+        modules[name] = module
+        if name:
+            around = cleaned[above]
+            wrapped = is_wrapped(modules[above], own)
+            cleaned[name] = around if wrapped else f"{around}.{own}" if around else own
+        yield name, above, cleaned[name], module
+
+
+class _Place(NamedTuple):
+    """Where a parameter is kept."""
+
+    module: weakref.ref[nn.Module]
+    name: str
+    owner: int
 
 
 class OwnerTable:
@@ -38,43 +73,69 @@ class OwnerTable:
     Attributes:
         names: label of each owner.
         parents: index of the owner around each owner.
-        watched: the modules that are owners themselves, by owner; gone when the model is.
     """
 
     def __init__(self, model: nn.Module, depth: int) -> None:
         self.names = [OUTSIDE]
         self.parents = [OUTSIDE_OWNER]
-        self.watched: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
+        self._root = weakref.ref(model)
+        self._watched: list[tuple[int, weakref.ref[nn.Module]]] = []
         self._of_module: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
-        self._of_parameter: MutableMapping[torch.Tensor, int] = WeakTensorKeyDictionary()
-        by_name: dict[str, int] = {}
-        for name, module in model.named_modules():
-            above = by_name.get(name.rpartition(".")[0], OUTSIDE_OWNER) if name else OUTSIDE_OWNER
-            if module_depth(name) <= depth:
+        self._places: dict[int, _Place] = {}
+        owner_at: dict[str, int] = {}
+        for name, above, cleaned, module in clean_names(model):
+            around = owner_at[above] if name else OUTSIDE_OWNER
+            owner = around
+            if not name or (cleaned != self._cleaned_name(around) and module_depth(cleaned) <= depth):
                 owner = len(self.names)
-                self.names.append(name or ROOT)
-                self.parents.append(above)
-                self.watched[owner] = module
-            else:
-                owner = above
-            by_name[name] = owner
+                self.names.append(cleaned or ROOT)
+                self.parents.append(around)
+            owner_at[name] = owner
             self._of_module[module] = owner
-            for parameter in module.parameters(recurse=False):
-                self._of_parameter.setdefault(parameter, owner)  # type: ignore[no-untyped-call]  # torch's
+            if cleaned == self._cleaned_name(owner):
+                self._watched.append((owner, weakref.ref(module)))
+        self.refresh()
 
     @property
     def model(self) -> nn.Module:
         """The root; an empty module once the model is gone, which nothing here keeps alive."""
-        root = self.watched.get(ROOT_OWNER)
+        root = self._root()
         return nn.Module() if root is None else root
+
+    def watched(self) -> Iterator[tuple[int, nn.Module]]:
+        """The modules that are owners themselves, with their owners; wrappers and what they wrap both."""
+        for owner, reference in self._watched:
+            module = reference()
+            if module is not None:
+                yield owner, module
 
     def of_module(self, module: nn.Module) -> int:
         """Owner of what the module does; ``OUTSIDE_OWNER`` for a stranger."""
         return self._of_module.get(module, OUTSIDE_OWNER)
 
     def of_parameter(self, parameter: torch.Tensor) -> int:
-        """Owner of a parameter, its gradient and its optimizer state."""
-        return self._of_parameter.get(parameter, OUTSIDE_OWNER)
+        """Owner of a parameter, its gradient and its optimizer state; ``OUTSIDE_OWNER`` for a stranger."""
+        place = self._places.get(id(parameter))
+        module = None if place is None else place.module()
+        if place is None or module is None or module._parameters.get(place.name) is not parameter:  # noqa: SLF001  # getattr would run a module's own __getattr__
+            return OUTSIDE_OWNER
+        return place.owner
+
+    def refresh(self) -> None:
+        """Finds the parameters again: some may have been replaced or added."""
+        self._places.clear()
+        owner_at: dict[str, int] = {}
+        for name, module in self.model.named_modules():
+            around = owner_at.get(name.rpartition(".")[0], OUTSIDE_OWNER)
+            owner_at[name] = owner = self._of_module.get(module, around)
+            for own, parameter in module._parameters.items():  # noqa: SLF001  # as above
+                if parameter is not None:
+                    self._places.setdefault(id(parameter), _Place(weakref.ref(module), own, owner))
+
+    def _cleaned_name(self, owner: int) -> str | None:
+        if owner == OUTSIDE_OWNER:
+            return None
+        return "" if owner == ROOT_OWNER else self.names[owner]
 
 
 def plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:

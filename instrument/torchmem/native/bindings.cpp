@@ -1,15 +1,16 @@
 // What Python sees of the tap: functions on the process's one ledger, the module hook, and groups of owned tensors.
 //
-// Called with the GIL held. No Python object is made under the ledger's lock: making one may collect garbage, which may
-// free a tensor, which takes the lock. Books cross as packed rows (owner u32, reftype u32, bytes i64; little-endian), the same
-// bytes that a record carries, so that publishing makes no Python object per cell.
+// Called with the GIL held; no Python object is made under the ledger's lock (see book_bindings.h).
 #include <Python.h>
 
 #include <c10/core/CPUAllocator.h>
 #include <torch/version.h>
 
+#include <exception>
 #include <new>
 
+#include "book_bindings.h"
+#include "held.h"
 #include "label_call.h"
 #include "tap.h"
 #include "test_ledger.h"
@@ -17,8 +18,6 @@
 namespace torchmem {
 
 namespace {
-
-static_assert(sizeof(CellRow) == 16, "rows are copied as they lie");
 
 bool as_unsigned(PyObject* object, uint64_t* value) {
   *value = PyLong_AsUnsignedLongLong(object);
@@ -36,22 +35,16 @@ bool arguments(PyObject* const* args, Py_ssize_t given, std::initializer_list<ui
   return true;
 }
 
-uint32_t num_owners() {
-  LockedLedger ledger;
-  return ledger->num_owners();
+// A C++ exception of torch's as one of Python's.
+template <class Function>
+PyObject* guarded(Function function) {
+  try {
+    return function();
+  } catch (const std::exception& error) {
+    PyErr_SetString(PyExc_RuntimeError, error.what());
+    return nullptr;
+  }
 }
-
-bool valid_cell(uint64_t owner, uint64_t reftype) {
-  if (owner < num_owners() && reftype < kNumReftypes) return true;
-  PyErr_Format(PyExc_ValueError, "no owner %llu or no reftype %llu", owner, reftype);
-  return false;
-}
-
-PyObject* as_bytes(const void* data, size_t num_bytes) {
-  return PyBytes_FromStringAndSize(static_cast<const char*>(data), static_cast<Py_ssize_t>(num_bytes));
-}
-
-PyObject* rows(const std::vector<CellRow>& cells) { return as_bytes(cells.data(), cells.size() * sizeof(CellRow)); }
 
 // ---- hook: enters or leaves a module; called by torch as a forward (pre-)hook
 
@@ -193,16 +186,35 @@ PyObject* py_cuda_event(PyObject*, PyObject* args) {
 PyObject* py_adopt(PyObject*, PyObject* const* args, Py_ssize_t given) {
   uint64_t storage, owner, reftype;
   if (!arguments(args, given, {&storage, &owner, &reftype}) || !valid_cell(owner, reftype)) return nullptr;
-  return PyLong_FromLong(static_cast<long>(adopt(reinterpret_cast<c10::StorageImpl*>(storage),
-                                                 static_cast<uint32_t>(owner), static_cast<uint32_t>(reftype))));
+  return guarded([&] {
+    return PyLong_FromLong(static_cast<long>(adopt(reinterpret_cast<c10::StorageImpl*>(storage),
+                                                   static_cast<uint32_t>(owner), static_cast<uint32_t>(reftype))));
+  });
 }
 
 // The storage of one tensor, by the address of its TensorImpl.
 PyObject* py_relabel(PyObject*, PyObject* const* args, Py_ssize_t given) {
   uint64_t tensor, owner, reftype;
   if (!arguments(args, given, {&tensor, &owner, &reftype}) || !valid_cell(owner, reftype)) return nullptr;
-  return PyBool_FromLong(relabel_tensor(reinterpret_cast<c10::TensorImpl*>(tensor), static_cast<uint32_t>(owner),
-                                        static_cast<uint32_t>(reftype)));
+  return guarded([&] {
+    return PyBool_FromLong(relabel_tensor(reinterpret_cast<c10::TensorImpl*>(tensor), static_cast<uint32_t>(owner),
+                                          static_cast<uint32_t>(reftype)));
+  });
+}
+
+// (a pybind11 object that holds a c10d::Reducer) -> [(address of a StorageImpl, of its memory), ...]
+PyObject* py_bucket_storages(PyObject*, PyObject* reducer) {
+  // A simple pybind11 instance holds its value's pointer right after the object's header.
+  const void* value = *reinterpret_cast<void**>(reinterpret_cast<char*>(reducer) + sizeof(PyObject));
+  return guarded([&] {
+    PyObject* list = PyList_New(0);
+    for (const BucketStorage& one : bucket_storages(value)) {
+      if (list == nullptr) break;
+      list = append(list, Py_BuildValue("KK", static_cast<unsigned long long>(one.storage),
+                                        static_cast<unsigned long long>(one.data)));
+    }
+    return list;
+  });
 }
 
 PyObject* py_disown(PyObject*, PyObject* argument) {
@@ -217,6 +229,18 @@ PyObject* py_push_label(PyObject*, PyObject* const* args, Py_ssize_t given) {
   if (!arguments(args, given, {&owner, &reftype}) || !valid_cell(owner, reftype)) return nullptr;
   return PyLong_FromSize_t(push_label(static_cast<uint32_t>(owner), static_cast<uint32_t>(reftype)));
 }
+
+PyObject* py_push_checkpoint(PyObject*, PyObject* argument) {
+  uint64_t operation;
+  if (!as_unsigned(argument, &operation)) return nullptr;
+  if (operation == 0 || operation >= kNumOperations) {
+    PyErr_SetString(PyExc_ValueError, "no such operation");
+    return nullptr;
+  }
+  return PyLong_FromSize_t(push_operation(static_cast<uint32_t>(operation)));
+}
+
+PyObject* py_push_recomputation(PyObject*, PyObject*) { return PyLong_FromSize_t(push_recomputation()); }
 
 PyObject* py_cut_stack(PyObject*, PyObject* argument) {
   uint64_t depth;
@@ -240,114 +264,6 @@ PyObject* py_lookup(PyObject*, PyObject* argument) {
                        block.cell % kNumReftypes);
 }
 
-PyObject* append(PyObject* list, PyObject* item) {
-  const bool failed = list == nullptr || item == nullptr || PyList_Append(list, item) < 0;
-  Py_XDECREF(item);
-  if (failed) Py_CLEAR(list);
-  return list;
-}
-
-struct StepRow {
-  uint32_t id;
-  int64_t peak;
-  int64_t end;
-  Totals peak_totals;
-  Totals end_totals;
-};
-
-// (phases, [(device, step peak, bytes at the step's end, peak by reftype, end by reftype), ...])
-PyObject* py_end_step(PyObject*, PyObject*) {
-  const uint32_t phases = end_step();
-  std::array<StepRow, kMaxDevices> steps;
-  uint32_t num_devices;
-  {
-    LockedLedger ledger;
-    num_devices = ledger->num_devices();
-    for (uint32_t d = 0; d < num_devices; ++d) {
-      const DeviceBooks& books = ledger->device(d);
-      steps[d] = {books.id, books.step_peak, books.step_end, books.step_peak_totals, books.step_end_totals};
-    }
-  }
-  PyObject* devices = PyList_New(0);
-  for (uint32_t d = 0; d < num_devices && devices != nullptr; ++d) {
-    const StepRow& step = steps[d];
-    devices = append(devices, Py_BuildValue("ILLNN", step.id, static_cast<long long>(step.peak),
-                                            static_cast<long long>(step.end),
-                                            as_bytes(step.peak_totals.data(), sizeof(Totals)),
-                                            as_bytes(step.end_totals.data(), sizeof(Totals))));
-  }
-  return devices == nullptr ? nullptr : Py_BuildValue("IN", phases, devices);
-}
-
-struct WindowCopy {
-  uint32_t id;
-  int64_t usage_bytes;
-  int64_t peak;
-  int64_t life_peak;
-  std::vector<CellRow> usage;
-  std::vector<CellRow> composition;
-  std::vector<CellRow> active;
-};
-
-WindowCopy copy_window(const DeviceBooks& books) {
-  const auto& [running, before] = books.windows;
-  const Window& highest = running.peak >= before.peak ? running : before;
-  WindowCopy copy{books.id, books.step_end, highest.peak, books.life_peak, books.usage, highest.composition, {}};
-  for (uint32_t owner = 0; owner < running.modules.size(); ++owner) {
-    const Mark& now = running.modules[owner];
-    const Mark& then = before.modules[owner];
-    const Mark& mark = now.max >= then.max ? now : then;
-    if (mark.max == 0) continue;
-    for (uint32_t r = 0; r < kNumReftypes; ++r) {
-      if (mark.totals[r] != 0) copy.active.push_back({owner, r, mark.totals[r]});
-    }
-  }
-  return copy;
-}
-
-// [(device, usage, step peak of the window, peak since reset, usage cells, peak cells, active-peak cells), ...]
-PyObject* py_read_window(PyObject*, PyObject*) {
-  std::vector<WindowCopy> copies;
-  {
-    LockedLedger ledger;
-    for (uint32_t d = 0; d < ledger->num_devices(); ++d) copies.push_back(copy_window(ledger->device(d)));
-  }
-  PyObject* devices = PyList_New(0);
-  for (const WindowCopy& copy : copies) {
-    if (devices == nullptr) break;
-    devices = append(devices, Py_BuildValue("ILLLNNN", copy.id, static_cast<long long>(copy.usage_bytes),
-                                            static_cast<long long>(copy.peak), static_cast<long long>(copy.life_peak),
-                                            rows(copy.usage), rows(copy.composition), rows(copy.active)));
-  }
-  return devices;
-}
-
-PyObject* py_rotate_windows(PyObject*, PyObject*) {
-  LockedLedger ledger;
-  ledger->rotate_windows();
-  Py_RETURN_NONE;
-}
-
-PyObject* py_counters(PyObject*, PyObject*) {
-  Counters books;
-  TapCounters tap;
-  size_t num_blocks;
-  {
-    LockedLedger ledger;
-    books = ledger->counters;
-    tap = ledger.tap_counters();
-    num_blocks = ledger->num_blocks();
-  }
-  return Py_BuildValue("{sKsKsKsKsKsKsKsKsKsKsKsKsK}", "num_label_calls", tap.num_label_calls, "label_nanoseconds",
-                       tap.label_nanoseconds, "num_events", books.num_events, "num_dropped_corrections",
-                       books.num_dropped_corrections, "num_unknown_frees",
-                       books.num_unknown_frees, "num_double_allocations", books.num_double_allocations,
-                       "num_unmatched_pops", books.num_unmatched_pops, "num_ignored_devices",
-                       books.num_ignored_devices, "num_hook_calls", tap.num_hook_calls, "event_nanoseconds",
-                       tap.event_nanoseconds, "hook_nanoseconds", tap.hook_nanoseconds, "num_ooms", tap.num_ooms,
-                       "num_live_blocks", static_cast<unsigned long long>(num_blocks));
-}
-
 template <class Function>
 PyCFunction as_method(Function function) {
   return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function));
@@ -368,6 +284,15 @@ PyMethodDef functions[] = {{"reset", py_reset, METH_O, nullptr},
                            {"make_target", make_target, METH_O, nullptr},
                            {"make_label_call", label_call::make, METH_VARARGS, nullptr},
                            {"push_label", as_method(py_push_label), METH_FASTCALL, nullptr},
+                           {"push_checkpoint", py_push_checkpoint, METH_O, nullptr},
+                           {"push_recomputation", py_push_recomputation, METH_NOARGS, nullptr},
+                           {"bucket_storages", py_bucket_storages, METH_O, nullptr},
+                           {"make_held", held_tensors::make, METH_VARARGS, nullptr},
+                           {"totals", py_totals, METH_NOARGS, nullptr},
+                           {"start_watch", py_start_watch, METH_NOARGS, nullptr},
+                           {"read_watch", py_read_watch, METH_O, nullptr},
+                           {"stop_watch", py_stop_watch, METH_O, nullptr},
+                           {"checkpoint_peaks", py_checkpoint_peaks, METH_NOARGS, nullptr},
                            {"cut_stack", py_cut_stack, METH_O, nullptr},
                            {"stack_depth", py_stack_depth, METH_NOARGS, nullptr},
                            {"lookup", py_lookup, METH_O, nullptr},
@@ -391,7 +316,8 @@ bool ready_types() {
   group_type.tp_flags = Py_TPFLAGS_DEFAULT;
   group_type.tp_dealloc = group_dealloc;
   group_type.tp_methods = group_methods;
-  return PyType_Ready(&hook_type) == 0 && PyType_Ready(&group_type) == 0 && label_call::ready();
+  return PyType_Ready(&hook_type) == 0 && PyType_Ready(&group_type) == 0 && label_call::ready() &&
+         held_tensors::ready();
 }
 
 }  // namespace

@@ -54,8 +54,14 @@ struct Context {
   NodeKey last_node;
   uint32_t last_owner = kOutside;
   bool after_forward = false;  // between the root's forward and backward: the loss
+  size_t checkpoint = 0;       // stack depth with the frame of the running operation on a checkpoint; 0 if there is none
+
+  // True while a checkpoint is saved or loaded on this thread: whatever is allocated then is the checkpoint's.
+  bool in_checkpoint() {
+    if (checkpoint != 0 && (stack.size() < checkpoint || stack[checkpoint - 1].operation == 0)) checkpoint = 0;
+    return checkpoint != 0;
+  }
   uint32_t num_events = 0;
-  uint32_t num_hooks = 0;
 };
 
 using Clock = std::chrono::steady_clock;

@@ -24,7 +24,7 @@ struct LabelTarget {
   PyObject_HEAD
   unsigned int owner;
   PyObject* parameters;  // TensorGroup whose storages are relabelled after the call, or null
-  PyObject* unsharded;   // TensorGroup whose gradients are relabelled before it, or null
+  PyObject* unsharded;   // TensorGroup whose gradients are relabelled before it, a callable that does it, or null
 };
 
 struct LabelCall {
@@ -86,8 +86,16 @@ inline const OwnedTensors* tensors_of(PyObject* group) {
 
 inline size_t enter(LabelCall* self, LabelTarget* target) {
   LabelTimer timer;
-  const OwnedTensors* unsharded = self->gradients_before < 0 ? nullptr : tensors_of(target->unsharded);
-  if (unsharded != nullptr) relabel_gradients(*unsharded, static_cast<uint32_t>(self->gradients_before));
+  PyObject* unsharded = self->gradients_before < 0 ? nullptr : target->unsharded;
+  if (const OwnedTensors* tensors = tensors_of(unsharded)) {
+    relabel_gradients(*tensors, static_cast<uint32_t>(self->gradients_before));
+  } else if (unsharded != nullptr && PyCallable_Check(unsharded)) {
+    Py_INCREF(unsharded);
+    PyObject* done = PyObject_CallNoArgs(unsharded);
+    Py_DECREF(unsharded);
+    if (done == nullptr) give_up(self);
+    Py_XDECREF(done);
+  }
   return push_label(target->owner, self->reftype);
 }
 
@@ -193,6 +201,11 @@ inline PyObject* new_target(uint32_t owner) {
   return reinterpret_cast<PyObject*>(target);
 }
 
+// A deep copy of a model shares its groups' targets: both book for the same modules.
+inline PyObject* share(PyObject* self, PyObject*) { return Py_NewRef(self); }
+
+inline PyMethodDef target_methods[] = {{"__deepcopy__", share, METH_O, nullptr}, {nullptr, nullptr, 0, nullptr}};
+
 inline bool ready() {
   call_type.tp_name = "torchmem_native.LabelCall";
   call_type.tp_basicsize = sizeof(LabelCall);
@@ -208,6 +221,7 @@ inline bool ready() {
   target_type.tp_flags = Py_TPFLAGS_DEFAULT;
   target_type.tp_dealloc = destroy_target;
   target_type.tp_members = target_members;
+  target_type.tp_methods = target_methods;
   attribute = PyUnicode_InternFromString("_torchmem");
   return attribute != nullptr && PyType_Ready(&call_type) == 0 && PyType_Ready(&target_type) == 0;
 }

@@ -16,6 +16,7 @@
 #include <algorithm>
 #include <array>
 #include <cstdint>
+#include <utility>
 #include <vector>
 
 #include "live_map.h"
@@ -25,10 +26,12 @@ namespace torchmem {
 constexpr uint32_t kNumReftypes = 18;  // torchmem.model.RefType; loading checks that both agree
 constexpr uint32_t kActivation = 14;
 constexpr uint32_t kTemporary = 16;
+constexpr uint32_t kCheckpoint = 17;
 constexpr uint32_t kMaxDevices = 9;     // in use by one process: the CPU and eight accelerators
 constexpr uint32_t kMaxDeviceIds = 64;  // 0 is the CPU, 1 + i accelerator i
 constexpr size_t kMaxCorrections = 1 << 18;  // in one step; a loop that never ends its step must not grow
 constexpr uint32_t kOutside = 0;      // the owner of what no module made
+constexpr uint32_t kNumOperations = 3;  // none, and those of torchmem.model.Operation
 
 using Totals = std::array<int64_t, kNumReftypes>;
 
@@ -50,9 +53,13 @@ struct Frame {
   FrameKind kind;
   uint8_t reftype;  // of a kLabel frame
   int32_t task;     // autograd's graph task in which it was opened; -1 outside of backward
+  uint8_t operation = 0;  // of a checkpoint's frame: a torchmem.model.Operation
+  uint32_t watch = 0;     // which notes the most that the devices hold meanwhile
   uint64_t opened;  // sequence number
   std::array<Mark, kMaxDevices> marks;
 };
+
+using Marks = std::array<Mark, kMaxDevices>;
 
 // What one thread is doing, innermost last.
 using Stack = std::vector<Frame>;
@@ -97,6 +104,9 @@ struct DeviceBooks {
   std::vector<uint32_t> used;       // by owner: bit set of the reftypes it ever held
   std::vector<Mark> modules;        // by owner, of the running step
   std::vector<uint32_t> touched;    // owners that ran in this step
+  // The most it held during the latest operation of each kind, and in which step that was.
+  std::array<int64_t, kNumOperations> operation_peaks{};
+  std::array<uint64_t, kNumOperations> operation_steps{};
   // As of the end of the last step.
   Totals step_peak_totals{};
   Totals step_end_totals{};
@@ -118,6 +128,8 @@ class Ledger {
     live_.clear();
     sequence_ = 0;
     hindsight_.clear();
+    watches_.clear();
+    num_steps_ = 1;
     num_devices_ = 0;
     slots_.fill(kNoSlot);
     counters = Counters{};
@@ -161,6 +173,7 @@ class Ledger {
       if (books.peak > books.life_peak) books.life_peak = books.peak;
     }
     if (!stack.empty()) raise(stack.back().marks[slot], books);
+    for (auto& [number, marks] : watches_) raise(marks[slot], books);
   }
 
   // Returns false when the block is unknown.
@@ -209,9 +222,17 @@ class Ledger {
     for (uint32_t d = 0; d < num_devices_; ++d) restart(frame.marks[d], devices_[d]);
   }
 
+  // A frame around a whole operation on a checkpoint, to which other threads may contribute.
+  void push_operation(Stack& stack, uint32_t operation, int32_t task) {
+    push(stack, kOutside, FrameKind::kLabel, kCheckpoint, task);
+    stack.back().operation = static_cast<uint8_t>(operation);
+    stack.back().watch = start_watch();
+  }
+
   void pop(Stack& stack) {
     const size_t top = stack.size() - 1;
     hand_down(stack, top);
+    if (stack[top].operation != 0) end_operation(stack[top]);
     stack.pop_back();
   }
 
@@ -239,6 +260,26 @@ class Ledger {
     while (!stack.empty() && stack.back().kind == FrameKind::kBackward && stack.back().task != task) pop(stack);
   }
 
+  // Notes the most each device holds from now on, whichever thread allocates; returns the watch's number.
+  uint32_t start_watch() {
+    watches_.emplace_back(++last_watch_, Marks{});
+    for (uint32_t d = 0; d < num_devices_; ++d) restart(watches_.back().second[d], devices_[d]);
+    return last_watch_;
+  }
+
+  // Its marks so far, by slot; null for a watch that is none.
+  const Marks* find_watch(uint32_t number) const {
+    for (const auto& [known, marks] : watches_) {
+      if (known == number) return &marks;
+    }
+    return nullptr;
+  }
+
+  void stop_watch(uint32_t number) {
+    watches_.erase(std::remove_if(watches_.begin(), watches_.end(), [&](const auto& w) { return w.first == number; }),
+                   watches_.end());
+  }
+
   // Closes the step on every device: totals, usage and compositions are captured, and a new step begins.
   void end_step() {
     for (Stack* stack : stacks_) {
@@ -250,6 +291,7 @@ class Ledger {
       close_step(devices_[d]);
     }
     hindsight_.clear();
+    ++num_steps_;
     for (Stack* stack : stacks_) {
       for (Frame& frame : *stack) {
         for (uint32_t d = 0; d < num_devices_; ++d) restart(frame.marks[d], devices_[d]);
@@ -355,6 +397,20 @@ class Ledger {
     }
   }
 
+  // One checkpoint is several operations in a row (gather, then write): within a step the highest of a kind counts.
+  void end_operation(const Frame& frame) {
+    if (const Marks* marks = find_watch(frame.watch)) {
+      for (uint32_t d = 0; d < num_devices_; ++d) {
+        DeviceBooks& books = devices_[d];
+        int64_t& peak = books.operation_peaks[frame.operation];
+        uint64_t& step = books.operation_steps[frame.operation];
+        peak = step == num_steps_ ? std::max(peak, (*marks)[d].max) : (*marks)[d].max;
+        step = num_steps_;
+      }
+    }
+    stop_watch(frame.watch);
+  }
+
   // The frame's maxima count for its module and for the frame around it.
   void hand_down(Stack& stack, size_t index) {
     Frame& frame = stack[index];
@@ -448,6 +504,9 @@ class Ledger {
   std::vector<Stack*> stacks_;
   std::vector<Correction> hindsight_;
   std::vector<Totals> deltas_;
+  std::vector<std::pair<uint32_t, Marks>> watches_;
+  uint32_t last_watch_ = 0;
+  uint64_t num_steps_ = 1;  // begun since the reset
 };
 
 }  // namespace torchmem

@@ -23,6 +23,8 @@ namespace {
 namespace autograd = torch::autograd;
 
 constexpr uint32_t kOther = 0;
+constexpr uint32_t kGradient = 3;
+constexpr uint32_t kGradientBucket = 13;
 constexpr uint32_t kRecomputation = 15;
 constexpr int32_t kNoTask = -1;
 constexpr size_t kMaxContexts = 256;
@@ -40,7 +42,6 @@ struct Tap {
   std::vector<std::unique_ptr<Context>> contexts;
   std::deque<Context*> free_contexts;
   std::atomic<uint64_t> event_nanoseconds{0};
-  std::atomic<uint64_t> hook_nanoseconds{0};
   std::atomic<uint64_t> num_labels{0};
   std::atomic<uint64_t> label_nanoseconds{0};
 };
@@ -70,6 +71,7 @@ Context* claim_context() {
     context->last_node = NodeKey{};
     context->last_owner = kOutside;
     context->after_forward = false;
+    context->checkpoint = 0;
   } else {
     t.contexts.push_back(std::make_unique<Context>());
     context = t.contexts.back().get();
@@ -86,7 +88,7 @@ struct ReleaseAtThreadExit {
   ~ReleaseAtThreadExit() {
     if (this_thread == nullptr) return;
     Guard guard;
-    this_thread->stack.clear();
+    while (!this_thread->stack.empty()) tap().ledger.pop(this_thread->stack);
     tap().free_contexts.push_back(this_thread);
     this_thread = nullptr;
   }
@@ -136,9 +138,11 @@ struct Label {
 Label classify(Context& c, int32_t task, const NodeKey& node) {
   Tap& t = tap();
   t.ledger.settle(c.stack, task);
+  if (c.in_checkpoint()) return {kOutside, kCheckpoint};
   if (!c.stack.empty()) {
     const Frame& top = c.stack.back();
-    if (top.kind == FrameKind::kLabel) return {top.owner, top.reftype};
+    // A backward run inside (by an optimizer's closure, by reentrant checkpointing) has labels of its own.
+    if (top.kind == FrameKind::kLabel && top.task == task) return {top.owner, top.reftype};
     if (top.kind == FrameKind::kForward) {
       if (task == kNoTask) return {top.owner, kActivation};
       if (top.task == task) return {top.owner, kRecomputation};
@@ -250,10 +254,26 @@ size_t relabel_all(const OwnedTensors& tensors, uint32_t reftype, Select select)
       if (const uint64_t address = address_of(select(tensor.get()))) found.emplace_back(address, owner);
     }
   }
+  Context& c = context();
   Guard guard;
+  if (c.in_checkpoint()) return 0;
   size_t num_known = 0;
   for (const auto& [address, owner] : found) num_known += tap().ledger.relabel(address, owner, reftype);
   return num_known;
+}
+
+// What a module's hooks do under the lock, unless the books are closed or newer than the hook.
+template <class Action>
+void at_module(uint64_t epoch, Action action) {
+  Tap& t = tap();
+  if (!t.open.load(std::memory_order_relaxed)) return;
+  Context& c = context();
+  const int32_t task = autograd::get_current_graph_task_id();
+  const uint64_t sequence = at::sequence_number::peek();
+  Guard guard;
+  if (epoch != t.epoch) return;
+  ++t.counters.num_hook_calls;
+  action(c, task, sequence);
 }
 
 uint32_t enclosing_module(const Stack& stack) {
@@ -278,7 +298,6 @@ void reset(std::vector<uint32_t> parents) {
   ++t.epoch;
   t.counters = TapCounters{};
   t.event_nanoseconds = 0;
-  t.hook_nanoseconds = 0;
   t.num_labels = 0;
   t.label_nanoseconds = 0;
   t.phases = 0;
@@ -374,10 +393,32 @@ size_t relabel_gradients(const OwnedTensors& tensors, uint32_t reftype) {
 
 bool relabel_tensor(const c10::TensorImpl* tensor, uint32_t owner, uint32_t reftype) {
   const uint64_t address = address_of(tensor);
+  Context& c = context();
   Guard guard;
+  if (c.in_checkpoint()) return false;
   const Block* block = tap().ledger.find(address);
   if (block == nullptr || block->cell == owner * kNumReftypes + reftype) return false;
   return tap().ledger.relabel(address, owner, reftype);
+}
+
+Held held(const c10::TensorImpl* tensor, uint32_t owner, uint32_t reftype) {
+  const c10::TensorImpl* gradient = gradient_of(const_cast<c10::TensorImpl*>(tensor));
+  return {address_of(tensor), address_of(gradient), owner, reftype};
+}
+
+void relabel_held(const std::vector<Held>& all) {
+  Context& c = context();
+  Guard guard;
+  if (c.in_checkpoint()) return;
+  Ledger& ledger = tap().ledger;
+  for (const Held& one : all) {
+    if (one.tensor != 0) ledger.relabel(one.tensor, one.owner, one.tensor_reftype);
+    if (one.gradient == 0) continue;
+    const Block* block = ledger.find(one.gradient);
+    if (block != nullptr && block->cell % kNumReftypes != kGradientBucket) {
+      ledger.relabel(one.gradient, one.owner, kGradient);
+    }
+  }
 }
 
 uint64_t epoch() {
@@ -386,41 +427,29 @@ uint64_t epoch() {
 }
 
 void enter_module(uint32_t owner, uint64_t epoch) {
-  Tap& t = tap();
-  if (!t.open.load(std::memory_order_relaxed)) return;
-  Context& c = context();
-  SampledTimer<16> timer(c.num_hooks, t.hook_nanoseconds);
-  const int32_t task = autograd::get_current_graph_task_id();
-  const uint64_t sequence = at::sequence_number::peek();
-  Guard guard;
-  if (epoch != t.epoch) return;
-  ++t.counters.num_hook_calls;
-  if (owner == 1) t.phases |= c10::GradMode::is_enabled() ? kPhaseForward : kPhaseEval;
-  t.ledger.settle(c.stack, task);
-  t.ledger.push(c.stack, owner, FrameKind::kForward, 0, task);
-  c.timeline.note(sequence, owner);
+  at_module(epoch, [owner](Context& c, int32_t task, uint64_t sequence) {
+    Tap& t = tap();
+    if (owner == 1) t.phases |= c10::GradMode::is_enabled() ? kPhaseForward : kPhaseEval;
+    t.ledger.settle(c.stack, task);
+    t.ledger.push(c.stack, owner, FrameKind::kForward, 0, task);
+    c.timeline.note(sequence, owner);
+  });
 }
 
 void leave_module(uint32_t owner, uint64_t epoch) {
-  Tap& t = tap();
-  if (!t.open.load(std::memory_order_relaxed)) return;
-  Context& c = context();
-  SampledTimer<16> timer(c.num_hooks, t.hook_nanoseconds);
-  const int32_t task = autograd::get_current_graph_task_id();
-  const uint64_t sequence = at::sequence_number::peek();
-  Guard guard;
-  if (epoch != t.epoch) return;
-  ++t.counters.num_hook_calls;
-  size_t depth = c.stack.size();
-  while (depth > 0 && !(c.stack[depth - 1].kind == FrameKind::kForward && c.stack[depth - 1].owner == owner)) --depth;
-  if (depth == 0) {
-    ++t.ledger.counters.num_unmatched_pops;
-    return;
-  }
-  while (c.stack.size() >= depth) t.ledger.pop(c.stack);
-  const uint32_t outer = enclosing_module(c.stack);
-  c.timeline.note(sequence, outer);
-  if (outer == kOutside && task == kNoTask) c.after_forward = c10::GradMode::is_enabled();
+  at_module(epoch, [owner](Context& c, int32_t task, uint64_t sequence) {
+    Tap& t = tap();
+    size_t depth = c.stack.size();
+    while (depth > 0 && !(c.stack[depth - 1].kind == FrameKind::kForward && c.stack[depth - 1].owner == owner)) --depth;
+    if (depth == 0) {
+      ++t.ledger.counters.num_unmatched_pops;
+      return;
+    }
+    while (c.stack.size() >= depth) t.ledger.pop(c.stack);
+    const uint32_t outer = enclosing_module(c.stack);
+    c.timeline.note(sequence, outer);
+    if (outer == kOutside && task == kNoTask) c.after_forward = c10::GradMode::is_enabled();
+  });
 }
 
 size_t push_label(uint32_t owner, uint32_t reftype) {
@@ -431,6 +460,30 @@ size_t push_label(uint32_t owner, uint32_t reftype) {
   tap().ledger.settle(c.stack, task);
   const size_t depth = c.stack.size();
   tap().ledger.push(c.stack, owner, FrameKind::kLabel, reftype, task);
+  return depth;
+}
+
+size_t push_operation(uint32_t operation) {
+  Context& c = context();
+  const int32_t task = autograd::get_current_graph_task_id();
+  Guard guard;
+  tap().ledger.settle(c.stack, task);
+  const size_t depth = c.stack.size();
+  tap().ledger.push_operation(c.stack, operation, task);
+  if (!c.in_checkpoint()) c.checkpoint = depth + 1;
+  tap().phases |= kPhaseCheckpoint;
+  return depth;
+}
+
+size_t push_recomputation() {
+  Context& c = context();
+  const int32_t task = autograd::get_current_graph_task_id();
+  const NodeKey node = task == kNoTask ? NodeKey{} : current_node();
+  Guard guard;
+  tap().ledger.settle(c.stack, task);
+  const size_t depth = c.stack.size();
+  const uint32_t owner = task == kNoTask ? enclosing_module(c.stack) : owner_of(c, node);
+  tap().ledger.push(c.stack, owner, FrameKind::kLabel, kRecomputation, task);
   return depth;
 }
 
@@ -462,9 +515,12 @@ uint32_t end_step() {
   Guard guard;
   Tap& t = tap();
   t.ledger.end_step();
-  for (auto& context : t.contexts) context->after_forward = false;
   const uint32_t phases = t.phases;
   t.phases = 0;
+  for (auto& context : t.contexts) {
+    context->after_forward = false;
+    if (context->in_checkpoint()) t.phases |= kPhaseCheckpoint;  // one that is saved in the background spans steps
+  }
   return phases;
 }
 
@@ -474,7 +530,6 @@ Ledger* LockedLedger::operator->() const { return &tap().ledger; }
 const TapCounters& LockedLedger::tap_counters() const {
   Tap& t = tap();
   t.counters.event_nanoseconds = t.event_nanoseconds.load();
-  t.counters.hook_nanoseconds = t.hook_nanoseconds.load();
   t.counters.num_label_calls = t.num_labels.load() / 2;  // one before and one after each call
   t.counters.label_nanoseconds = t.label_nanoseconds.load();
   return t.counters;

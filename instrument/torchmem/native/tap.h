@@ -23,12 +23,12 @@ enum class Adoption { kNothing, kRelabelled, kAdopted, kForeign };
 // What happened in a step, as torchmem.model.Phase.
 constexpr uint32_t kPhaseForward = 1;
 constexpr uint32_t kPhaseBackward = 2;
+constexpr uint32_t kPhaseCheckpoint = 8;
 constexpr uint32_t kPhaseEval = 16;
 
 struct TapCounters {
   uint64_t num_hook_calls = 0;
   uint64_t event_nanoseconds = 0;  // estimated from a sample of the events
-  uint64_t hook_nanoseconds = 0;   // likewise
   uint64_t num_label_calls = 0;
   uint64_t label_nanoseconds = 0;  // likewise
   uint64_t num_ooms = 0;
@@ -56,6 +56,24 @@ void disown(c10::StorageImpl* storage);
 size_t relabel_tensors(const OwnedTensors& tensors, uint32_t reftype);
 size_t relabel_gradients(const OwnedTensors& tensors, uint32_t reftype);
 
+// What a module holds now under a name: addresses of the storages of a parameter and its gradient, or of a buffer.
+struct Held {
+  uint64_t tensor;
+  uint64_t gradient;
+  uint32_t owner;
+  uint32_t tensor_reftype;
+};
+Held held(const c10::TensorImpl* tensor, uint32_t owner, uint32_t reftype);
+// Relabels all of it; gradients that lie in a bucket of theirs stay the bucket's.
+void relabel_held(const std::vector<Held>& all);
+
+// The storages of a c10d::Reducer's buckets, which live as long as the reducer keeps them.
+struct BucketStorage {
+  uint64_t storage;  // address of the StorageImpl
+  uint64_t data;     // of its memory
+};
+std::vector<BucketStorage> bucket_storages(const void* reducer);
+
 // Relabels one tensor's storage; returns whether that changed anything.
 bool relabel_tensor(const c10::TensorImpl* tensor, uint32_t owner, uint32_t reftype);
 
@@ -67,6 +85,11 @@ void leave_module(uint32_t owner, uint64_t epoch);
 // An explicit label for what this thread allocates until the stack is cut back to the depth returned.
 size_t push_label(uint32_t owner, uint32_t reftype);
 void cut_stack(size_t depth);
+// The same for an operation on a checkpoint (torchmem.model.Operation): all that this thread allocates meanwhile is the
+// checkpoint's, whatever labels are pushed on top, and nothing is relabelled by this thread.
+size_t push_operation(uint32_t operation);
+// What is recomputed in backward outside any module: it belongs to the module whose backward asked for it.
+size_t push_recomputation();
 size_t stack_depth();
 
 // Counts and times (one in eight) what a label adds before or after a call.

@@ -22,7 +22,7 @@ from torchmem.errors import RecordError
 
 MAGIC = b"torchmem"
 MAJOR = 1
-MINOR = 0
+MINOR = 1
 HEADER = struct.Struct("<8sHHIQ")
 CELL = struct.Struct("<IIq")
 MAX_PAYLOAD_BYTES = 8 << 20
@@ -108,6 +108,9 @@ class Device(msgspec.Struct, kw_only=True, frozen=True):
     """The device's product name."""
     uuid: str = ""
     allocator: Allocator = Allocator()
+    checkpoint_peaks: dict[str, int] = {}
+    """By operation (``save``, ``load``): the most the device held, in bytes, while one ran in the latest step that had
+    any; since 1.1."""
 
 
 class RingDevice(msgspec.Struct, kw_only=True, frozen=True):
@@ -223,6 +226,9 @@ def _check(record: Record) -> None:
                 seen.add(module * num_reftypes + reftype)
             if len(seen) != len(book) // CELL.size:
                 raise RecordError("books", f"{device.name} {name}: a cell appears twice")
+        for operation, num_bytes in device.checkpoint_peaks.items():
+            if num_bytes < 0:
+                raise RecordError("books", f"{device.name} checkpoint peak of {operation!r}: {num_bytes} bytes")
     num_steps = len(record.ring.steps) // 8
     columns = [record.ring.steps, record.ring.ended_at, record.ring.phases]
     rows = [column for device in record.ring.devices for column in (device.step_peak, device.step_end)]

@@ -27,7 +27,16 @@ FORMS = {"metrics.txt": "", "metrics.openmetrics.txt": "application/openmetrics-
 def directory(tmp_path):
     """A rank on a GPU, one on the CPU, one that crashed, one that ended, and a file that is no record."""
     on_cpu = make_record(
-        1, 2, name="cpu", model="", uuid="", limit_bytes=None, other_bytes=None, allocator=Allocator(), mesh={}
+        1,
+        2,
+        name="cpu",
+        model="",
+        uuid="",
+        limit_bytes=None,
+        other_bytes=None,
+        allocator=Allocator(),
+        checkpoint_peaks={},
+        mesh={},
     )
     leave(tmp_path, make_record(2, 2))
     leave(tmp_path, make_record(3, 2, final=True))

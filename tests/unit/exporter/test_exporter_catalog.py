@@ -24,6 +24,7 @@ torchmem_allocator_ooms_total train_job,rank,device
 torchmem_allocator_retries_total train_job,rank,device
 torchmem_device_memory_limit_bytes train_job,rank,device
 torchmem_device_memory_other_bytes train_job,rank,device
+torchmem_checkpoint_memory_peak_bytes train_job,rank,device,operation
 torchmem_step_number train_job,rank
 torchmem_steps_total train_job,rank
 torchmem_step_time_seconds_total train_job,rank

@@ -50,6 +50,10 @@ def test_values_of_a_rank():
         catalog.RETRIES: {on_device: 1},
         catalog.LIMIT: {on_device: 80 * GIB},
         catalog.OTHER: {on_device: GIB // 2},
+        catalog.CHECKPOINT_PEAK: {
+            (*on_device, "save"): device.step_peak_bytes + 2048,
+            (*on_device, "load"): device.usage_bytes + 1024,
+        },
         catalog.STEP_NUMBER: {on_rank: 40},
         catalog.STEPS: {on_rank: 40},
         catalog.STEP_TIME: {on_rank: 12.25},
@@ -127,11 +131,17 @@ def test_total_is_the_devices_own():
 
 def test_unknown_figures_are_absent():
     """A CPU would appear to have reserved 0 bytes of a limit of 0."""
-    record = make_record(name="cpu", limit_bytes=None, other_bytes=None, uuid="", allocator=wire.Allocator())
-    got = values(running(record))
-    absent = {"ALLOCATED", "ACTIVE", "RESERVED", "INACTIVE_SPLIT", "FRAGMENTATION", "LIMIT", "OTHER"}
+    unknown = {"limit_bytes": None, "other_bytes": None, "uuid": "", "checkpoint_peaks": {}}
+    got = values(running(make_record(name="cpu", allocator=wire.Allocator(), **unknown)))
+    absent = {"ALLOCATED", "ACTIVE", "RESERVED", "INACTIVE_SPLIT", "FRAGMENTATION", "LIMIT", "OTHER", "CHECKPOINT_PEAK"}
     assert {name for name in absent if getattr(catalog, name) in got} == set()
     assert got[catalog.OOMS] == {(JOB, "0", "cpu"): 0}
+
+
+def test_operations_of_one_clean_name_are_one():
+    """Two series of one name and labels would make Prometheus refuse the whole scrape."""
+    got = values(running(make_record(checkpoint_peaks={"sa\nve": 3, "save": 2, "copy": 0})))
+    assert got[catalog.CHECKPOINT_PEAK] == {(JOB, "0", "cuda:0", "save"): 3, (JOB, "0", "cuda:0", "copy"): 0}
 
 
 def test_fragmentation_of_nothing_is_absent():

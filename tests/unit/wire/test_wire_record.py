@@ -55,7 +55,7 @@ def test_cells_round_trip():
 
 def test_header_is_as_documented():
     """Readers of other releases would not recognise the file."""
-    assert struct.unpack("<8sHHIQ", DATA[:24]) == (b"torchmem", 1, 0, zlib.crc32(PAYLOAD), len(PAYLOAD))
+    assert struct.unpack("<8sHHIQ", DATA[:24]) == (b"torchmem", 1, 1, zlib.crc32(PAYLOAD), len(PAYLOAD))
 
 
 def test_every_truncation_is_refused():
@@ -158,6 +158,21 @@ def test_cells_that_mean_nothing_are_refused(book, cell):
 def test_book_of_part_of_a_cell_is_refused():
     """Unpacking the book would raise in the reader."""
     assert reason(wire.encode(small_records.record(devices=[small_records.device(usage=b"\0" * 17)]))) == "books"
+
+
+def test_negative_checkpoint_peak_is_refused():
+    """A reader would publish a negative size."""
+    changed = small_records.device(checkpoint_peaks={"save": 1, "load": -1})
+    assert reason(wire.encode(small_records.record(devices=[changed]))) == "books"
+
+
+def test_a_record_without_checkpoint_peaks_is_read():
+    """A sidecar would refuse the ranks of a job that has the release before."""
+    older = plain()
+    for device in older["devices"]:
+        del device["checkpoint_peaks"]
+    [device] = wire.decode(framed(msgspec.msgpack.encode(older))).devices
+    assert device.checkpoint_peaks == {}
 
 
 @pytest.mark.parametrize("column", ["steps", "ended_at", "phases"])

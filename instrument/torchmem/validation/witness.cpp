@@ -87,7 +87,7 @@ constexpr std::uint8_t kOverAnyOther = 255;
 extern "C" {
 
 // 0: installed (or already was); 1: the present allocator has no raw deleter, so it cannot be wrapped.
-int truth_install() {
+int witness_install() {
   if (wrapped != nullptr) return 0;
   c10::Allocator* const present = c10::GetCPUAllocator();
   if (present->raw_deleter() == nullptr) return 1;
@@ -98,22 +98,28 @@ int truth_install() {
   return 0;
 }
 
-std::int64_t truth_current() {
+std::int64_t witness_current() {
   const std::lock_guard<std::mutex> guard(books().mutex);
   return books().current;
 }
 
-std::int64_t truth_peak() {
+std::int64_t witness_peak() {
   const std::lock_guard<std::mutex> guard(books().mutex);
   return books().peak;
 }
 
-std::int64_t truth_num_events() {
+// 1: the block at this address came from the allocator and is alive, or the witness never came.
+int witness_has(void* block) {
+  const std::lock_guard<std::mutex> guard(books().mutex);
+  return wrapped == nullptr || books().live.count(block) != 0 ? 1 : 0;
+}
+
+std::int64_t witness_num_events() {
   const std::lock_guard<std::mutex> guard(books().mutex);
   return books().num_events;
 }
 
-void truth_reset_peak() {
+void witness_reset_peak() {
   const std::lock_guard<std::mutex> guard(books().mutex);
   books().peak = books().current;
 }

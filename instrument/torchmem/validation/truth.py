@@ -1,0 +1,100 @@
+"""Independent counts of what a device holds: the witness on the CPU, the allocator's statistics on CUDA.
+
+On CUDA the figure is ``requested_bytes``, which torch's caching allocator keeps beside the rounded ones: the books are
+as requested too, so that the two can be equal to the byte.
+
+Invariants: both count blocks of every thread; ``settle`` returns when nothing is being let go any more, so that a
+count and the books can be read at one moment.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from typing import Protocol
+
+import torch
+
+from torchmem.validation import witness
+
+_QUIET_SECONDS = 0.003
+_SETTLE_SECONDS = 1.0
+
+
+class Truth(Protocol):
+    """Counts one device; bytes."""
+
+    def current(self) -> int:
+        """What is held now."""
+
+    def peak(self) -> int:
+        """The most held since ``reset_peak``."""
+
+    def reset_peak(self) -> None:
+        """Makes what is held now the peak."""
+
+    def settle(self) -> None:
+        """Waits until the device and the communication library have let go of the last buffers."""
+
+    def clean(self) -> None:
+        """Lets go of what nobody uses any more, and of what libraries keep for the next time."""
+
+
+class CpuTruth:
+    """The witness; it must have been installed before anything that is to be counted."""
+
+    current = staticmethod(witness.current)
+    peak = staticmethod(witness.peak)
+    reset_peak = staticmethod(witness.reset_peak)
+
+    @staticmethod
+    def settle() -> None:
+        """Waits until no block comes or goes for a few milliseconds; at most a second."""
+        deadline = time.monotonic() + _SETTLE_SECONDS
+        before = -1
+        while (now := witness.num_events()) != before and time.monotonic() < deadline:
+            before = now
+            time.sleep(_QUIET_SECONDS)
+
+    def clean(self) -> None:
+        """Collects reference cycles."""
+        gc.collect()
+        self.settle()
+
+
+class CudaTruth:
+    """torch's own statistics of a CUDA device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def current(self) -> int:
+        """As the protocol says."""
+        return self._requested("current")
+
+    def peak(self) -> int:
+        """As the protocol says."""
+        return self._requested("peak")
+
+    def reset_peak(self) -> None:
+        """As the protocol says."""
+        torch.cuda.reset_peak_memory_stats(self._device)
+
+    def settle(self) -> None:
+        """Waits for the device: blocks used on several streams come back when those are done."""
+        torch.cuda.synchronize(self._device)
+
+    def clean(self) -> None:
+        """Collects reference cycles and frees the workspaces of cuBLAS, which would else be older than the books."""
+        gc.collect()
+        self.settle()
+        if clear := getattr(torch._C, "_cuda_clearCublasWorkspaces", None):  # noqa: SLF001  # there is no public way
+            clear()
+
+    def _requested(self, what: str) -> int:
+        return int(torch.cuda.memory_stats(self._device)[f"requested_bytes.all.{what}"])
+
+
+def truth_of(device: torch.device) -> Truth:
+    """The independent count of a device."""
+    return CudaTruth(device) if device.type == "cuda" else CpuTruth()
