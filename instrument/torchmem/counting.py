@@ -100,6 +100,7 @@ class Counting:
         self.owners: Any = None
         self.labelers: list[Any] = []
         self.frame_seconds = 0.0
+        self._has_cuda = False
         self._label_now: Callable[[], None] = _nothing
 
     def attach(self) -> None:
@@ -122,16 +123,27 @@ class Counting:
         self._subject = None
         self.native = engine
         self.owners = OwnerTable(model, self._depth)
-        with contextlib.suppress(AttributeError):  # a torch that changed: the labeler of module calls will say so
+        with contextlib.suppress(Exception):  # a torch that changed: the labeler of module calls will say so
             self.frame_seconds = frame_seconds(engine)
         engine.reset(self.owners.parents)
         engine.set_gate(True)
+        self._attach_cuda()
         for labeler in self._make_labelers(model, optimizer):
+            self.labelers.append(labeler)  # first: one that is interrupted must be detached too
             try:
                 labeler.attach()
             except Exception as error:  # noqa: BLE001  # a torch that changed costs one labeler, not the job
                 labeler.hooks.fail(error)
-            self.labelers.append(labeler)
+
+    def _attach_cuda(self) -> bool:
+        """Counts CUDA devices, once there is CUDA; returns whether it just began to."""
+        import torch
+
+        if self._has_cuda or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch's
+            return False
+        self._has_cuda = True
+        self.native.attach_cuda()
+        return True
 
     def label_now(self) -> None:
         """Names what the model and its optimizers hold at this moment, as each optimizer step does by itself."""
@@ -162,6 +174,8 @@ class Counting:
 
         def before_forward() -> None:
             optimizers.before_forward()
+            if not self._has_cuda and self._attach_cuda():
+                modules.adopt_held()  # what was moved there meanwhile
             self._before_forward()
 
         def after_step() -> None:

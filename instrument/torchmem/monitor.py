@@ -135,7 +135,6 @@ class Monitor:
             if self._closed:
                 return
             self._closed = True
-            release(self)
         try:
             if self._publisher is not None:
                 self._publisher.close(is_clean=is_clean)
@@ -143,6 +142,7 @@ class Monitor:
                 self._last = self._record(final=is_clean)
         finally:  # also on a Ctrl-C meanwhile
             self._stop_engine()
+            release(self)  # last: whoever counts next must find torch as it was
 
     # -- the engine
 

@@ -384,6 +384,54 @@ def test_a_failing_labeler_is_named(model, settings, monkeypatch):
         assert states["module"].up
 
 
+def test_lazy_modules_are_watched(settings):
+    """One module without parameters yet would cost the whole model its names."""
+    model = nn.Sequential(nn.LazyLinear(SIZE), nn.Linear(SIZE, SIZE))
+    with torchmem.install(model, **settings) as monitor:
+        model(torch.randn(2, SIZE))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        train(model, optimizer, steps=1)
+        assert [labeler.name for labeler in monitor.snapshot().labelers if not labeler.up] == []
+        assert by_reftype(monitor.snapshot())["parameter"] == 2 * 4 * (SIZE * SIZE + SIZE)
+
+
+def test_global_hooks_of_the_users_are_left_alone(model, settings):
+    """Measuring ourselves would call hooks that expect the job's modules, and their errors stop the job."""
+    calls = []
+    handle = nn.modules.module.register_module_forward_hook(lambda module, *_: calls.append(module))
+    with torchmem.install(model, **settings):
+        assert calls == []
+    handle.remove()
+
+
+def test_a_second_optimizer_takes_over(model, settings):
+    """After the first optimizer is gone no step would ever end again."""
+    with torchmem.install(model, **settings) as monitor:
+        for _ in range(2):
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            train(model, optimizer, steps=2)
+            del optimizer
+            gc.collect()
+        assert monitor.snapshot().clock.step == 4
+
+
+def test_an_interrupted_install_leaves_nothing(model, settings, monkeypatch):
+    """Ctrl-C while torchmem is put on would leave half of it on for good."""
+    from torchmem.labelers.ddp import DdpLabeler
+
+    call = nn.Module.__call__
+
+    def interrupted(_labeler) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(DdpLabeler, "attach", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        torchmem.install(model, **settings)
+    assert nn.Module.__call__ is call
+    monkeypatch.undo()
+    torchmem.install(model, **settings).close()
+
+
 def test_importing_does_not_import_torch():
     """`import torchmem` would cost every process torch's import."""
     import subprocess

@@ -37,7 +37,7 @@ from torch.optim import Optimizer
 
 from torchmem.labelers.frames import Frame, ModuleFrames, skip_in_dynamo
 from torchmem.labelers.hooks import HookSet
-from torchmem.labelers.optimizer import OptimizerLabeler
+from torchmem.labelers.optimizer import OptimizerLabeler, num_running_steps
 from torchmem.labelers.owners import ROOT_OWNER, OwnerTable, storages
 from torchmem.model import OUTSIDE_OWNER, RefType
 
@@ -345,8 +345,8 @@ class _CompiledSteps:
         if getattr(self._thread, "call", None) is not None:
             return
         self._labeler.drop_stale_labels()
-        if _open_depth(self._native):
-            return  # inside a module's forward or an eager step
+        if _open_depth(self._native) or num_running_steps():
+            return  # inside a module's forward or an eager step, which is going through its hooks
         self._labeler.hide_hooks()
         before = {optimizer: _versions(optimizer) for optimizer in self._optimizers()}
         self._thread.call = _Call(frame, sys.exc_info()[1], before)

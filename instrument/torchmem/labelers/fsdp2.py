@@ -127,6 +127,7 @@ class Fsdp2Labeler:
         return reset_sharded_param
 
     def _adopt_sharded(self, parameter: Any) -> None:
+        self._claimed.add(id(parameter.sharded_param))
         owner = _owner_of(parameter, self._owners)
         gradient = parameter.sharded_param.grad
         for tensor, reftype in (

@@ -41,8 +41,8 @@ class GuardedHook:
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         """Runs the function unless the labeler is off; its time is charged to the labeler."""
-        # While torch.compile traces the call, reading a clock would split the graph.
-        if torch.compiler.is_compiling() or not self._hooks.active:
+        # While Dynamo traces the call, reading a clock would split the graph; what other threads compile is no matter.
+        if torch.compiler.is_dynamo_compiling() or not self._hooks.active:
             return
         began = time.perf_counter()
         try:

@@ -65,22 +65,27 @@ class ModuleLabeler:
 
     def attach(self) -> None:
         """Books what exists and puts the hooks on."""
-        held = list(self._find_held())
-        for one in held:
-            self._adopt(one.tensor, one.owner, one.reftype)
-            if one.tensor.grad is not None:
-                self._adopt(one.tensor.grad, one.owner, RefType.GRADIENT)
+        held = self.adopt_held()
         places = [(one.module, one.table, one.name, one.owner, int(one.reftype)) for one in held]
         self._held = self._native.make_held(places, torch.Tensor)
         self._has_subclasses = any(is_traceable_wrapper_subclass(one.tensor) for one in held)
         self.frames.attach(self.hooks)
+
+    def adopt_held(self) -> list[_Held]:
+        """Books the parameters, gradients and buffers that the modules hold; returns them."""
+        held = list(self._find_held())
+        for one in held:
+            self._adopt(one.tensor, one.owner, one.reftype)
+            if (gradient := _gradient_of(one.tensor)) is not None:
+                self._adopt(gradient, one.owner, RefType.GRADIENT)
+        return held
 
     def detach(self) -> None:
         """Takes the hooks off and gives the storages their own deleters back."""
         self.hooks.close()
         self._held = None
         for one in self._find_held():
-            for tensor in (one.tensor, one.tensor.grad):
+            for tensor in (one.tensor, _gradient_of(one.tensor)):
                 if tensor is not None:
                     for storage in storages(tensor):
                         self._native.disown(storage._cdata)  # noqa: SLF001  # the address of the StorageImpl
@@ -99,8 +104,8 @@ class ModuleLabeler:
             if not is_traceable_wrapper_subclass(one.tensor):
                 continue
             self._relabel(one.tensor, one.owner, one.reftype)
-            if one.tensor.grad is not None:
-                self._relabel(one.tensor.grad, one.owner, RefType.GRADIENT)
+            if (gradient := _gradient_of(one.tensor)) is not None:
+                self._relabel(gradient, one.owner, RefType.GRADIENT)
 
     def _find_held(self) -> Iterator[_Held]:
         seen: set[int] = set()
@@ -126,3 +131,7 @@ class ModuleLabeler:
         for tensor in tensors_in((args, kwargs)):
             if not isinstance(tensor, nn.Parameter):
                 self._adopt(tensor, ROOT_OWNER, RefType.INPUT)
+
+
+def _gradient_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    return tensor.grad if tensor.is_leaf or tensor.retains_grad else None  # torch warns of asking any other

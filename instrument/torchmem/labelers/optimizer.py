@@ -116,7 +116,7 @@ class OptimizerLabeler:
     def drop_stale_labels(self) -> None:
         """Takes away the labels of steps that an exception ended on this thread."""
         if self._open:
-            self._cut_to(_num_running_steps())
+            self._cut_to(num_running_steps())
 
     def _cut_to(self, num_open: int) -> None:
         while len(self._open) > num_open:
@@ -124,7 +124,7 @@ class OptimizerLabeler:
 
     def _before_step(self, _optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         if self._open:
-            self._cut_to(_num_running_steps() - 1)  # this one runs too
+            self._cut_to(num_running_steps() - 1)  # this one runs too
         self.label_held()
         self._open.append(self._native.push_label(OUTSIDE_OWNER, RefType.TEMPORARY))
 
@@ -135,7 +135,7 @@ class OptimizerLabeler:
     def stepped(self, optimizer: Optimizer) -> None:
         """What follows each step, eager or compiled."""
         self._label_state(optimizer)
-        if self._anchor is None and self._trains_model(optimizer):
+        if (self._anchor is None or self._anchor() is None) and self._trains_model(optimizer):
             self._anchor = weakref.ref(optimizer)
         if self._anchor is not None and self._anchor() is optimizer:
             self._on_step()
@@ -161,15 +161,16 @@ class OptimizerLabeler:
         """False when another state took the place and the identity of the one that was walked."""
         for tensor in tensors_in(next(iter(state.values()), None)):
             for storage in storages(tensor):
-                booked = self._native.lookup(storage.data_ptr())
-                return booked is not None and booked[2] == RefType.OPTIMIZER_STATE
+                if storage.nbytes():  # FSDP2 leaves ranks with nothing of a small parameter
+                    booked = self._native.lookup(storage.data_ptr())
+                    return booked is not None and booked[2] == RefType.OPTIMIZER_STATE
         return True
 
 
 _STEP_FILE = Optimizer.profile_hook_step.__code__.co_filename
 
 
-def _num_running_steps() -> int:
+def num_running_steps() -> int:
     """Calls of ``Optimizer.step`` on this thread's stack, found by the wrapper that torch puts around every one."""
     count = 0
     frame: Any = sys._getframe(1)  # noqa: SLF001  # the only way to ask

@@ -158,7 +158,11 @@ def storages(tensor: torch.Tensor) -> Iterator[Any]:
             continue
         try:
             storage = plain.untyped_storage()
-        except (NotImplementedError, RuntimeError):  # a functorch wrapper: its memory is another tensor's
+        except (
+            NotImplementedError,
+            RuntimeError,
+            ValueError,
+        ):  # another tensor's memory (functorch), or none yet (lazy)
             continue
         yield storage
 

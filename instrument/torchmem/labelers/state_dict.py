@@ -173,7 +173,8 @@ class StateDictLabeler:
         began = time.perf_counter()
         depth, self._thread.depth = self._thread.depth, None
         try:
-            self._native.cut_stack(depth)
+            if depth is not None:  # a forward meanwhile may have cut it
+                self._native.cut_stack(depth)
         except Exception as error:  # noqa: BLE001  # as above
             self.hooks.fail(error)
         self.hooks.seconds += time.perf_counter() - began

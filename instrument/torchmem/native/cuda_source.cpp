@@ -6,6 +6,7 @@
 #include <c10/core/Allocator.h>
 #include <c10/cuda/CUDACachingAllocator.h>
 
+#include <cstdlib>
 #include <string>
 
 #include "tap.h"
@@ -39,9 +40,14 @@ void on_trace(const caching::TraceEntry& entry) {
 
 }  // namespace
 
+bool attached = false;
+
+bool cuda_is_attached() { return attached; }
+
 std::string attach_cuda() {
-  static bool attached = false;
   if (attached) return "";
+  const char* uncached = std::getenv("PYTORCH_NO_CUDA_MEMORY_CACHING");
+  if (uncached != nullptr && std::string(uncached) != "0") return "PYTORCH_NO_CUDA_MEMORY_CACHING: nothing is told";
   try {
     auto* allocator = static_cast<caching::CUDAAllocator*>(c10::GetAllocator(c10::DeviceType::CUDA));
     if (allocator == nullptr) return "torch has no CUDA allocator";

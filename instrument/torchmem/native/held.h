@@ -32,26 +32,28 @@ inline PyTypeObject type = {PyVarObject_HEAD_INIT(nullptr, 0)};
 
 inline PyObject* address_name = nullptr;
 
-// The address of the TensorImpl now at the place; 0 when there is none.
-inline uint64_t tensor_at(const Place& place, PyObject* tensor_type) {
+// What is at the place now; false when there is no tensor. Reading `_cdata` may run Python (a torch function mode), so
+// that the tensor is held until its memory has been looked up.
+inline bool find(const Place& place, PyObject* tensor_type, Held* found) {
   PyObject* module = PyWeakref_GetObject(place.module);  // borrowed
-  if (module == nullptr || module == Py_None) return 0;
+  if (module == nullptr || module == Py_None) return false;
   Py_INCREF(module);
   uint64_t address = 0;
   PyObject* table = PyObject_GetAttr(module, place.table);
   PyObject* tensor = table != nullptr && PyDict_Check(table) ? PyDict_GetItem(table, place.name) : nullptr;
   if (tensor != nullptr && PyObject_TypeCheck(tensor, reinterpret_cast<PyTypeObject*>(tensor_type))) {
+    Py_INCREF(tensor);
     PyObject* number = PyObject_GetAttr(tensor, address_name);
     if (number != nullptr) address = PyLong_AsUnsignedLongLong(number);
     Py_XDECREF(number);
+    if (PyErr_Occurred()) address = 0;
+    if (address != 0) *found = held(reinterpret_cast<const c10::TensorImpl*>(address), place.owner, place.reftype);
+    Py_DECREF(tensor);
   }
   Py_XDECREF(table);
   Py_DECREF(module);
-  if (PyErr_Occurred()) {
-    PyErr_Clear();
-    address = 0;
-  }
-  return address;
+  PyErr_Clear();
+  return address != 0;
 }
 
 inline PyObject* relabel(PyObject* object, PyObject*) {
@@ -59,9 +61,8 @@ inline PyObject* relabel(PyObject* object, PyObject*) {
   std::vector<Held> all;
   all.reserve(self->places.size());
   for (const Place& place : self->places) {
-    const uint64_t address = tensor_at(place, self->tensor_type);
-    if (address == 0) continue;
-    all.push_back(held(reinterpret_cast<const c10::TensorImpl*>(address), place.owner, place.reftype));
+    Held found;
+    if (find(place, self->tensor_type, &found)) all.push_back(found);
   }
   relabel_held(all);
   Py_RETURN_NONE;

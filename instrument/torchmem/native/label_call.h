@@ -53,8 +53,14 @@ inline PyObject* call_one(PyObject* callable, PyObject* argument) {
   return result;
 }
 
-// Hands the current exception to `fail`.
+// Hands the current exception to `fail`; a Ctrl-C that came meanwhile is raised again in the job.
 inline void give_up(LabelCall* self) {
+  if (PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_Exception)) {
+    // It came while we, not the job, were running: raise it again at the job's next chance.
+    if (PyErr_ExceptionMatches(PyExc_KeyboardInterrupt)) PyErr_SetInterrupt();
+    PyErr_Clear();
+    return;
+  }
   PyObject *type, *value, *traceback;
   PyErr_Fetch(&type, &value, &traceback);
   PyErr_NormalizeException(&type, &value, &traceback);

@@ -150,6 +150,7 @@ class Ledger {
       ++counters.num_ignored_devices;
       return;
     }
+    if (owner >= parents_.size()) owner = kOutside;  // of earlier books
     ++counters.num_events;
     ++sequence_;
     if (Block* lost = live_.find(address)) {  // its free was never seen
@@ -198,6 +199,7 @@ class Ledger {
   bool relabel(uint64_t address, uint32_t owner, uint32_t reftype) {
     Block* block = live_.find(address);
     if (block == nullptr) return false;
+    if (owner >= parents_.size()) owner = kOutside;  // of earlier books
     const uint32_t cell = owner * kNumReftypes + reftype;
     if (cell == block->cell) return true;
     ++sequence_;

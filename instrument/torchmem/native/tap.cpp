@@ -238,9 +238,14 @@ const c10::TensorImpl* gradient_of(c10::TensorImpl* tensor) {
   return gradient.defined() ? gradient.unsafeGetTensorImpl() : nullptr;
 }
 
+// 0 where there is no memory, or none to be read: CUDA graphs poison what a replay has overwritten.
 uint64_t address_of(const c10::TensorImpl* tensor) {
   if (tensor == nullptr || !tensor->has_storage()) return 0;
-  return reinterpret_cast<uint64_t>(tensor->unsafe_storage().unsafeGetStorageImpl()->data());
+  try {
+    return reinterpret_cast<uint64_t>(tensor->unsafe_storage().unsafeGetStorageImpl()->data());
+  } catch (const std::exception&) {
+    return 0;
+  }
 }
 
 // Addresses are gathered before the lock is taken: dropping the last reference to a tensor frees it, and that free
@@ -366,7 +371,7 @@ Adoption adopt(c10::StorageImpl* storage, uint32_t owner, uint32_t reftype) {
     const bool ours = data.get_deleter() == &counted_delete;
     if (data.get_context() != data.get()) return Adoption::kForeign;
     if (!ours && !data.compare_exchange_deleter(original_delete, &counted_delete)) return Adoption::kForeign;
-  } else if (storage->device_type() == c10::DeviceType::CUDA) {
+  } else if (storage->device_type() == c10::DeviceType::CUDA && cuda_is_attached()) {  // else its free would be missed
     device = 1 + static_cast<uint32_t>(storage->device().index());
   } else {
     return Adoption::kForeign;

@@ -46,6 +46,7 @@ void set_gate(bool open);
 std::string attach_cpu();
 bool detach_cpu();
 std::string attach_cuda();
+bool cuda_is_attached();
 void cuda_event(CudaAction action, int device, uint64_t address, int64_t num_bytes);
 
 // Books a storage that exists already, and routes its free (and later resizes) through the tap; `disown` undoes that.
