@@ -169,6 +169,13 @@ def _build(_arguments: argparse.Namespace) -> int:
 
 
 def _validate(arguments: argparse.Namespace) -> int:
+    from torchmem.engine import native
+
+    try:
+        native.supported_torch()
+    except BuildError as error:
+        _complain(str(error))
+        return 1
     from torchmem.validation import report, rows, run
 
     chosen = rows.find(arguments.only)

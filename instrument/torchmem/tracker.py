@@ -210,7 +210,8 @@ class MemTracker:
             if self._states is not None:
                 self._states.detach()
             if self._counting is not None:
-                self._disown(self._counting)
+                if self._counting.owners is not None:
+                    self._disown(self._counting)
                 self._counting.detach()
         finally:
             self._states = self._counting = None

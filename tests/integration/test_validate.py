@@ -22,6 +22,8 @@ from torchmem.validation.rows import ROWS, Machine, find
 pytestmark = pytest.mark.timeout(180)
 
 QUICK = ["fsdp2/multi-group/reshard/device/mixed", "ddp/copied", "fsdp1/full-shard/flat", "zoo/experts/plain"]
+NOT_HERE = {"plain/two-devices", "fsdp1/offload/flat", "fsdp1/offload/orig"}
+"""Rows that need an accelerator; all others run on the CPU."""
 SLOW_ROWS = [pytest.param(row.name, id=row.name) for row in ROWS]
 WIDE = ["fsdp2/hybrid/*", "tensor-parallel/*", "fsdp1/hybrid-*", "fsdp2/expert-per-rank"]
 PROGRAM = [sys.executable, "-W", "ignore", "-c", "import sys; from torchmem.cli import main; sys.exit(main())"]
@@ -240,7 +242,7 @@ def test_rows_can_be_listed(capsys):
 def test_every_row_is_right(everything, name):
     """A way of training would be counted wrong: its peak, its lasting bytes, or a labeler that gave up."""
     row = everything[name]
-    assert row["status"] in ("ok", "skipped"), row["problems"]
+    assert row["status"] == ("skipped" if name in NOT_HERE else "ok"), row["problems"]
 
 
 @pytest.mark.slow

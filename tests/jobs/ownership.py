@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
 BY_WHERE = {RefType.ACTIVATION, RefType.RECOMPUTATION, RefType.TEMPORARY, RefType.OTHER}
 """Reftypes that belong to whatever was running; the others belong to what they are for."""
+OF_UNITS = {RefType.SHARDED_GRADIENT, RefType.UNSHARDED_GRADIENT}
 OPS_BETWEEN_LOOKS = 7
 TAG = "made by"
 
@@ -150,9 +151,10 @@ class Observer(TorchDispatchMode):
                 seen.add(address)
                 total += booked[0]
                 owner, expected = self._monitor._names[booked[1]], clean_name(self._model, name)
-                # A storage shared by the parameters of a sharded unit is the unit's: around all that it holds.
-                around = owner in (expected, ROOT) or expected.startswith(f"{owner}.")
-                right += booked[0] if around and owner != OUTSIDE else 0
+                # A storage that parameters share, a sharded unit's or a bucket's, belongs to a module around them.
+                is_shared = gradient.untyped_storage().nbytes() > gradient.nbytes or booked[2] in OF_UNITS
+                is_around = owner == ROOT or expected.startswith(f"{owner}.")
+                right += booked[0] if owner == expected or (is_shared and is_around) else 0
         self.count = self.count._replace(
             gradients_right=self.count.gradients_right + right, gradients=self.count.gradients + total
         )

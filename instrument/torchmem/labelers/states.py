@@ -146,7 +146,7 @@ class StatesLabeler:
             self._inner_pre_forward(module, self._now())
 
     def _begin_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if not self._calls or module is self._model:
+        if module is self._model:  # not at another thread's first forward: it may belong to one that runs
             self._drop_everything()
         stats = self._stats_of(module)
         stats.input_mem = storage_bytes(tensors_in((args, kwargs)))

@@ -145,17 +145,21 @@ def _fsdp1() -> Iterator[Row]:
         kind = "orig" if orig else "flat"
         for strategy in ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"):
             name = strategy.strip("_").lower().replace("_", "-")
-            min_ranks = 2 if "HYBRID" in strategy else 1
             build = parallel.fsdp1(DECODER, strategy=strategy, use_orig_params=orig)
-            yield Row(f"fsdp1/{name}/{kind}", build, min_ranks)
+            yield Row(f"fsdp1/{name}/{kind}", build, _ranks_of(strategy))
         for strategy in ("FULL_SHARD", "NO_SHARD"):
             name = strategy.lower().replace("_", "-")
             build = parallel.fsdp1(DECODER, strategy=strategy, mixed=True, use_orig_params=orig)
-            yield Row(f"fsdp1/mixed/{name}/{kind}", build)
+            yield Row(f"fsdp1/mixed/{name}/{kind}", build, _ranks_of(strategy))
         offload = parallel.fsdp1(DECODER, offload=True, use_orig_params=orig)
         yield Row(f"fsdp1/offload/{kind}", offload, unable=_needs_accelerator)
-        yield Row(f"fsdp1/ignored-modules/{kind}", parallel.fsdp1(MLPS, ignored="1", use_orig_params=orig))
-        yield Row(f"fsdp1/no-sync/{kind}", parallel.fsdp1(DECODER, accumulate=True, use_orig_params=orig))
+        yield Row(f"fsdp1/ignored-modules/{kind}", parallel.fsdp1(MLPS, ignored="1", use_orig_params=orig), 2)
+        yield Row(f"fsdp1/no-sync/{kind}", parallel.fsdp1(DECODER, accumulate=True, use_orig_params=orig), 2)
+
+
+def _ranks_of(strategy: str) -> int:
+    """A lone rank has nothing to shard: torch makes any strategy NO_SHARD there, and the row would show nothing."""
+    return 1 if strategy == "NO_SHARD" else 2
 
 
 def _states() -> Iterator[Row]:
@@ -165,11 +169,11 @@ def _states() -> Iterator[Row]:
         kind = "orig" if orig else "flat"
         for what in ("full", "sharded"):
             build = saving.fsdp1(DECODER, kind=f"{what.upper()}_STATE_DICT", use_orig_params=orig)
-            yield Row(f"state-dict/fsdp1/{what}/{kind}", build)
+            yield Row(f"state-dict/fsdp1/{what}/{kind}", build, 2)
         build = saving.fsdp1(DECODER, kind="FULL_STATE_DICT", rank0_only=True, use_orig_params=orig)
-        yield Row(f"state-dict/fsdp1/rank0-only/{kind}", build)
+        yield Row(f"state-dict/fsdp1/rank0-only/{kind}", build, 2)
     # torch cannot load a local state dict into original parameters.
-    yield Row("state-dict/fsdp1/local/flat", saving.fsdp1(DECODER, kind="LOCAL_STATE_DICT"), unable=_needs_numpy)
+    yield Row("state-dict/fsdp1/local/flat", saving.fsdp1(DECODER, kind="LOCAL_STATE_DICT"), 2, _needs_numpy)
     yield Row("state-dict/fsdp2/distributed", saving.distributed(MLPS), unable=_needs_numpy)
     yield Row("state-dict/fsdp2/distributed-async", saving.distributed(MLPS, is_async=True), unable=_needs_numpy)
     yield Row("state-dict/fsdp2/full", saving.distributed(MLPS, full=True), unable=_needs_numpy)

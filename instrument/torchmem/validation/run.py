@@ -69,8 +69,7 @@ def run(options: Options, reporter: Reporter) -> list[RowOutcome]:
         KeyboardInterrupt: after the rows so far were reported.
     """
     native.build()
-    if options.machine.device_type == "cpu":
-        witness.build()
+    witness.build()
     outcomes: list[RowOutcome] = []
     with Team(options.machine.num_ranks, options.machine.device_type, options.table) as team:
         is_complete = False

@@ -1,7 +1,8 @@
 """Independent counts of what a device holds: the witness on the CPU, the allocator's statistics on CUDA.
 
 On CUDA the figure is ``requested_bytes``, which torch's caching allocator keeps beside the rounded ones: the books are
-as requested too, so that the two can be equal to the byte.
+as requested too. It falls when a block is free for every stream that used it, the books when its tensor lets it go:
+where blocks are used on several streams (FSDP1's buffers) the truth may be higher for a while.
 
 Invariants: both count blocks of every thread; ``settle`` returns when nothing is being let go any more, so that a
 count and the books can be read at one moment.

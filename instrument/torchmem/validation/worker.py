@@ -285,11 +285,11 @@ def _join(rank: int, plan: _Plan) -> Environment:
     import torch
     import torch.distributed as dist
 
-    if plan.device_type == "cpu":
-        from torchmem.validation import witness
+    from torchmem.validation import witness
 
+    witness.install()  # on CUDA too: it knows which of the host's tensors an allocator made
+    if plan.device_type == "cpu":
         torch.set_num_threads(1)
-        witness.install()
     else:
         torch.cuda.set_device(rank)
     backend = "gloo" if plan.device_type == "cpu" else "cpu:gloo,cuda:nccl"
