@@ -5,7 +5,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test slow lint format bench tools clean runtime dev
+.PHONY: help demo test slow lint format bench generate tools clean runtime dev
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -34,7 +34,10 @@ bench: dev ## Measure what watching costs: make bench [SHORT=1]
 	    echo "== $$program"; $(BIN)/python "$$program" $(if $(SHORT),--short); \
 	done
 
-tools: ## Unpack the real Prometheus and promtool into .tools
+generate: dev ## Write rules, alerts and runbooks from their catalogue
+	@$(BIN)/python grafana/generate.py
+
+tools: ## Unpack the real servers that the tests talk to into .tools
 	@scripts/tools.sh
 
 clean: ## Remove everything that make has made here

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import os
-import shutil
-from pathlib import Path
 
 import pytest
 
-TOOLS = Path(__file__).resolve().parent.parent / ".tools" / "usr" / "bin"
+from backends import find_program
 
 
 def pytest_collection_modifyitems(items):
@@ -23,14 +21,14 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason="torch has no CUDA device here"))
 
 
-def find_tool(name):
+def find_tool(name, source="`make tools` unpacks it"):
     """Path of a real server's binary; without one the test is skipped, but fails where it must be there."""
-    path = shutil.which(name, path=str(TOOLS)) or shutil.which(name)
+    path = find_program(name)
     if path:
         return path
     if os.environ.get("CI") or os.environ.get("TORCHMEM_REQUIRE_TOOLS") == "1":
-        pytest.fail(f"{name} is missing: `make tools` unpacks it")
-    pytest.skip(f"{name} is missing: `make tools` unpacks it")
+        pytest.fail(f"{name} is missing: {source}")
+    pytest.skip(f"{name} is missing: {source}")
 
 
 @pytest.fixture(scope="session")
@@ -43,3 +41,15 @@ def promtool():
 def prometheus():
     """Path of Prometheus."""
     return find_tool("prometheus")
+
+
+@pytest.fixture(scope="session")
+def victoria_metrics():
+    """Path of VictoriaMetrics."""
+    return find_tool("victoria-metrics")
+
+
+@pytest.fixture(scope="session")
+def rotel():
+    """Path of rotel's agent."""
+    return find_tool("rotel-agent", "the package rotel brings it")

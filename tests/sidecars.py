@@ -1,11 +1,10 @@
-"""The sidecar as tests meet it: in this process by WSGI, and as a process of its own over HTTP."""
+"""The sidecar as tests meet it: its routes in this process, and as a process of its own over HTTP."""
 
 from __future__ import annotations
 
 import contextlib
 import gzip
 import http.client
-import io
 import os
 import re
 import select
@@ -17,8 +16,10 @@ from dataclasses import dataclass
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from torchmem_exporter import server
+from torchmem_exporter.budget import Budget, Level
+from torchmem_exporter.exposition import Exposition
 from torchmem_exporter.reader import Reader
+from torchmem_exporter.routes import Request, Routes
 
 DEADLINE_SECONDS = 20.0
 
@@ -46,19 +47,17 @@ class Reply:
 
 
 def application(directory, clock=time.time, stale_after=60.0):
-    """An application over a directory; a scrape takes exactly a quarter of a second by its timer."""
+    """The routes over a directory; a scrape takes exactly a quarter of a second by its timer."""
     ticks = iter(range(1_000_000))
-    return server.application(Reader(directory, stale_after=stale_after, clock=clock), lambda: next(ticks) / 4)
+    reader = Reader(directory, stale_after=stale_after, clock=clock)
+    return Routes(Exposition(reader, Budget(Level.FULL), lambda: next(ticks) / 4))
 
 
 def ask(app, path="/metrics", method="GET", **headers):
-    """One request to an application in this process; headers as in ``accept_encoding="gzip"``."""
-    got = []
-    environ = {"REQUEST_METHOD": method, "PATH_INFO": path, "wsgi.input": io.BytesIO()}
-    environ |= {f"HTTP_{name.upper()}": value for name, value in headers.items()}
-    body = b"".join(app(environ, lambda status, names: got.append((status, names))))
-    ((status, names),) = got
-    return Reply(int(status.split()[0]), dict(names), body)
+    """One request to routes in this process; headers as in ``accept_encoding="gzip"``."""
+    named = {name.replace("_", "-"): value for name, value in headers.items()}
+    response = app.answer(Request(method, path, named))
+    return Reply(int(response.status), dict(response.all_headers), b"".join(response.pieces))
 
 
 def series(text):
@@ -97,9 +96,11 @@ class Process:
         self.port = port
         self.first_line = first_line
 
-    def ask(self, path="/metrics", method="GET", headers=None):
-        """One request over HTTP."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=DEADLINE_SECONDS)
+    def ask(self, path="/metrics", method="GET", headers=None, tls=None):
+        """One request over HTTP, and over TLS where a context is given."""
+        kind = http.client.HTTPConnection if tls is None else http.client.HTTPSConnection
+        options = {} if tls is None else {"context": tls}
+        connection = kind("127.0.0.1", self.port, timeout=DEADLINE_SECONDS, **options)
         try:
             connection.request(method, path, headers=headers or {})
             response = connection.getresponse()
@@ -132,7 +133,7 @@ def running(directory, *arguments, listen="127.0.0.1:0"):
             if not select.select([errors], [], [], DEADLINE_SECONDS)[0]:
                 raise TimeoutError("the sidecar said nothing")
             first_line = errors.readline()
-            match = re.search(r"http://\S+:(\d+)/metrics", first_line)
+            match = re.search(r"https?://\S+:(\d+)/metrics", first_line)
             assert match, first_line
             yield Process(process, errors, int(match.group(1)), first_line)
     finally:

@@ -47,7 +47,7 @@ class Metric:
         return prometheus_name(self.otel_name, self.unit, self.kind)
 
 
-_UNIT_WORDS = {"By": "bytes", "s": "seconds"}
+_UNIT_WORDS = {"By": "bytes", "s": "seconds", "By/s": "bytes_per_second"}
 
 
 def unit_word(unit: str, kind: Kind) -> str:
@@ -94,6 +94,12 @@ MODULE_ACTIVE_PEAK = _memory(
     "torchmem.module.memory.active_peak",
     Kind.GAUGE,
     "Composition of the device's memory at its highest while the module ran; not additive over modules.",
+    MODULE,
+)
+MODULE_EXCESS = _memory(
+    "torchmem.module.memory.excess",
+    Kind.GAUGE,
+    "Bytes at the step peak over the module's own baseline: who grew.",
     MODULE,
 )
 USAGE = _memory("torchmem.memory.usage", Kind.UPDOWN, "Bytes alive at the end of the last step.", REFTYPE)
@@ -148,6 +154,59 @@ RETRIES = Metric(
     "Allocations that succeeded only after cached blocks were given back.",
     DEVICE,
 )
+BASELINE = _memory(
+    "torchmem.memory.baseline", Kind.GAUGE, "The usual step peak of this attempt, known once it has warmed up.", DEVICE
+)
+DRIFT_RATIO = Metric(
+    "torchmem.memory.drift_ratio",
+    "1",
+    Kind.GAUGE,
+    "Recent step peaks over the baseline, less one; known once the baseline is.",
+    DEVICE,
+    of_memory=True,
+)
+DRIFTING = Metric(
+    "torchmem.memory.drifting",
+    "",
+    Kind.GAUGE,
+    "1 or 0 by detector: level, step peaks lie past the baseline and its spread; floor, ends of steps keep growing.",
+    (*DEVICE, "detector"),
+    of_memory=True,
+)
+GROWTH = Metric(
+    "torchmem.memory.growth",
+    "By/s",
+    Kind.GAUGE,
+    "Slope of the bytes alive at the ends of steps, robust against outliers.",
+    DEVICE,
+    of_memory=True,
+)
+EXHAUSTION = Metric(
+    "torchmem.memory.exhaustion.timestamp",
+    "s",
+    Kind.GAUGE,
+    "Unix time at which the device is full at the present growth; absent while nothing grows.",
+    DEVICE,
+    of_memory=True,
+)
+FORECAST = _memory(
+    "torchmem.memory.forecast", Kind.GAUGE, "The step peak that was forecast before the job began.", DEVICE
+)
+FORECAST_DRIFT_RATIO = Metric(
+    "torchmem.memory.forecast_drift_ratio",
+    "1",
+    Kind.GAUGE,
+    "The step peak over its forecast, less one.",
+    DEVICE,
+    of_memory=True,
+)
+BASELINE_RESETS = Metric(
+    "torchmem.memory.baseline.resets",
+    "{reset}",
+    Kind.COUNTER,
+    "Times that the baseline was begun anew, by reason.",
+    (*DEVICE, "reason"),
+)
 CHECKPOINT_PEAK = _memory(
     "torchmem.checkpoint.memory.peak",
     Kind.GAUGE,
@@ -186,6 +245,13 @@ LABELER_UP = Metric(
     "Whether a part that names memory works; 0: it failed and is off, its bytes count as other.",
     (*RANK, "labeler"),
 )
+MODULES_FOLDED = Metric(
+    "torchmem.modules.folded",
+    "{module}",
+    Kind.UPDOWN,
+    "Modules that hold memory and are not shown under their own names: summed by the budget.",
+    RANK,
+)
 WORLD_SIZE = Metric("torchmem.job.world_size", "", Kind.GAUGE, "Ranks that the job is meant to have.", ("train_job",))
 SNAPSHOT_ERRORS = Metric(
     "torchmem.snapshot.errors",
@@ -193,6 +259,52 @@ SNAPSHOT_ERRORS = Metric(
     Kind.COUNTER,
     "Records that a scrape could not use, by reason; a file counts on each scrape until it is replaced.",
     ("reason",),
+)
+UNBURIED = Metric(
+    "torchmem.exporter.unburied",
+    "{record}",
+    Kind.GAUGE,
+    "Records of crashed ranks that could not be moved to a post-mortem folder.",
+    (),
+)
+STATE_FAILURES = Metric(
+    "torchmem.exporter.state.failures",
+    "{failure}",
+    Kind.COUNTER,
+    "Times that what outlives the sidecar could not be kept or read.",
+    (),
+)
+REQUESTS = Metric("torchmem.exporter.requests", "{request}", Kind.COUNTER, "Requests answered, by status.", ("code",))
+REQUESTS_REFUSED = Metric(
+    "torchmem.exporter.requests.refused",
+    "{request}",
+    Kind.COUNTER,
+    "Connections and requests turned away, by reason.",
+    ("reason",),
+)
+RELOAD_FAILURES = Metric(
+    "torchmem.exporter.reload.failures",
+    "{failure}",
+    Kind.COUNTER,
+    "Changes of the web configuration, certificates or tokens that could not be used; the former ones still hold.",
+    (),
+)
+PUSHES = Metric(
+    "torchmem.exporter.otlp.pushes",
+    "{push}",
+    Kind.COUNTER,
+    "Pushes by OTLP, by outcome: success, failure.",
+    ("outcome",),
+)
+DROPPED_POINTS = Metric(
+    "torchmem.exporter.otlp.dropped.points",
+    "{point}",
+    Kind.COUNTER,
+    "Points that a push could not deliver; the next push brings them up to date.",
+    (),
+)
+PUSH_TIME = Metric(
+    "torchmem.exporter.otlp.push.duration", "s", Kind.GAUGE, "Time that the last push took, with its waits.", ()
 )
 BUILD_INFO = Metric(
     "torchmem.build.info",
@@ -209,6 +321,7 @@ METRICS = (
     MODULE_USAGE,
     MODULE_STEP_PEAK,
     MODULE_ACTIVE_PEAK,
+    MODULE_EXCESS,
     USAGE,
     STEP_PEAK,
     PEAK,
@@ -223,6 +336,14 @@ METRICS = (
     LIMIT,
     OTHER,
     CHECKPOINT_PEAK,
+    BASELINE,
+    DRIFT_RATIO,
+    DRIFTING,
+    GROWTH,
+    EXHAUSTION,
+    FORECAST,
+    FORECAST_DRIFT_RATIO,
+    BASELINE_RESETS,
     STEP_NUMBER,
     STEPS,
     STEP_TIME,
@@ -233,8 +354,17 @@ METRICS = (
     RANK_STATE,
     RANK_INFO,
     LABELER_UP,
+    MODULES_FOLDED,
     WORLD_SIZE,
     SNAPSHOT_ERRORS,
+    UNBURIED,
+    STATE_FAILURES,
+    REQUESTS,
+    REQUESTS_REFUSED,
+    RELOAD_FAILURES,
+    PUSHES,
+    DROPPED_POINTS,
+    PUSH_TIME,
     BUILD_INFO,
     SCRAPE_DURATION,
 )

@@ -1,34 +1,63 @@
 """``torchmem-exporter``: flags, a validated config, a server until SIGTERM or SIGINT.
 
-Exit status: 0 after a signal, 2 when a setting cannot be used, 1 when the server died.
+Exit status: 0 after a signal, 2 when a setting cannot be used, 1 when the server died; a second signal kills.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
+import logging
 import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from torchmem.errors import ConfigError
 from torchmem.wire.store import default_dir
 from torchmem_exporter import __version__
-from torchmem_exporter.config import DEFAULT_LISTEN, DEFAULT_STALE_AFTER_SECONDS, ValidatedConfig, split_address
+from torchmem_exporter.budget import DEFAULT_DEPTH, DEFAULT_TOP_MODULES, Budget, Level
+from torchmem_exporter.config import (
+    DEFAULT_LISTEN,
+    DEFAULT_LOG_FORMAT,
+    DEFAULT_LOG_LEVEL,
+    DEFAULT_STALE_AFTER_SECONDS,
+    ValidatedConfig,
+    split_address,
+)
+from torchmem_exporter.logs import FORMATS, LEVELS, configure, log
+from torchmem_exporter.notify import ALIVE, READY, STOPPING, Notifier
+from torchmem_exporter.otlp_config import Protocol, from_environ
+
+if TYPE_CHECKING:
+    from torchmem_exporter.exposition import Exposition
+    from torchmem_exporter.server import Server
 
 _END_SIGNALS = frozenset({signal.SIGTERM, signal.SIGINT})
-_CHECK_SECONDS = 1.0
+_THREADS_SECONDS = 0.2
+_LAST_PUSH_SECONDS = 5.0
 
 _EPILOG = """\
 GET /metrics   Prometheus text or OpenMetrics, as the scraper asks; gzip where accepted
 GET /healthz   200 while the process lives
 GET /readyz    200 while the directory can be read, else 503 and why
 GET /          a page that lists the ranks and what could not be read
+
+Where users or tokens are asked for, all but /healthz need them, since a kubelet's probe has none. Client certificates
+are asked for before any request: there probe the port (tcpSocket), or use VerifyClientCertIfGiven with users or tokens.
+
+OpenTelemetry: with OTEL_EXPORTER_OTLP_ENDPOINT the same is pushed by OTLP; the standard OTEL_* variables say how.
+
+SIGTERM and SIGINT let running requests end, for less than a second, and make a last push; a second signal
+does not wait.
 """
+
+logger = logging.getLogger(__name__)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -45,8 +74,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(f"torchmem-exporter: {error}", file=sys.stderr)
         return 2
-    if any(not thread.daemon for thread in threading.enumerate() if thread is not threading.main_thread()):
-        os._exit(0)  # a worker that waits for a client which does not read: nothing is lost with it
+    except Exception:
+        logger.exception("the sidecar died")
+        return 1
+    deadline = time.monotonic() + _THREADS_SECONDS
+    for thread in threading.enumerate():
+        if thread is not threading.main_thread() and not thread.daemon:
+            thread.join(max(0.0, deadline - time.monotonic()))
+            if thread.is_alive():
+                os._exit(0)  # a thread that waits for a disk which does not answer: nothing is lost with it
     return 0
 
 
@@ -63,7 +99,14 @@ def parse(arguments: Sequence[str] | None = None) -> ValidatedConfig:
         host=host,
         port=port,
         stale_after=flags.stale_after,
+        state_file=flags.state_file.absolute() if flags.state_file else None,
+        push=from_environ(os.environ),
+        budget=Budget(Level(flags.level), flags.depth, flags.top_modules),
         allow_open_bind=flags.allow_open_bind,
+        web_config=flags.web_config,
+        bearer_token_file=flags.bearer_token_file,
+        log_format=flags.log_format,
+        log_level=flags.log_level,
     )
 
 
@@ -71,24 +114,93 @@ def run(config: ValidatedConfig) -> None:
     """Serves until SIGTERM or SIGINT.
 
     Raises:
-        ConfigError: the address cannot be listened on, or a library is missing.
-        RuntimeError: the server died.
+        ConfigError: the address cannot be listened on, a file cannot be used, or a library is missing.
+        OSError: the server died.
     """
     with _signals_held():
         # Only now: a Ctrl-C during the imports is held too, and so ends the process without a traceback.
         try:
+            from torchmem_exporter import own
+            from torchmem_exporter.exposition import Exposition
             from torchmem_exporter.reader import Reader
-            from torchmem_exporter.server import application, serving
+            from torchmem_exporter.routes import Routes
+            from torchmem_exporter.security import Guard, Sources
+            from torchmem_exporter.server import Server
         except ModuleNotFoundError as error:
-            raise ConfigError(f"{error.name} is not installed: pip install 'torchmem[exporter]'") from None
+            raise _missing(error) from None
 
-        reader = Reader(config.directory, stale_after=config.stale_after)
-        with serving(application(reader), config.host, config.port) as server:
-            message = f"serving {server.url}metrics from {config.directory}"
-            print(f"torchmem-exporter {__version__}: {message}", file=sys.stderr, flush=True)
-            while signal.sigtimedwait(_END_SIGNALS, _CHECK_SECONDS) is None:
-                if not server.thread.is_alive():
-                    raise RuntimeError("the server's thread died")
+        guard = Guard(Sources(config.web_config, config.bearer_token_file, config.exposed_host))
+        reader = Reader(config.directory, stale_after=config.stale_after, state_path=config.state_file)
+        exposition = Exposition(reader, config.budget)
+        server = Server(Routes(exposition), guard, config.host, config.port)
+        exposition.parts.append(lambda: own.of_server(server.counts, guard))
+        configure(config.log_format, config.log_level)
+        with _pushing(config, exposition):
+            asyncio.run(_live(server, config))
+
+
+@contextlib.contextmanager
+def _pushing(config: ValidatedConfig, exposition: Exposition) -> Iterator[None]:
+    """Pushes by OTLP meanwhile, where that is asked for; the end of the sidecar waits for one last push."""
+    if config.push is None:
+        yield
+        return
+    try:
+        from torchmem_exporter import own
+        from torchmem_exporter.otlp_push import Pusher
+
+        if config.push.protocol is Protocol.GRPC:
+            import grpc  # noqa: F401  # said to be missing now, not at the first push
+    except ModuleNotFoundError as error:
+        raise _missing(error) from None
+
+    pusher = Pusher(config.push, lambda: exposition.blocks("otlp"))
+    exposition.parts.append(lambda: own.of_pusher(pusher))
+    pusher.start()
+    try:
+        yield
+    finally:
+        pusher.close(_LAST_PUSH_SECONDS)
+
+
+def _missing(error: ModuleNotFoundError) -> ConfigError:
+    return ConfigError(f"{error.name} is not installed: pip install 'torchmem[exporter]'")
+
+
+async def _live(server: Server, config: ValidatedConfig) -> None:
+    """The life of the process, from its socket to the end of its last request."""
+    notifier, stop = Notifier(), asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def end(number: signal.Signals) -> None:
+        for ending in _END_SIGNALS:
+            loop.remove_signal_handler(ending)
+            signal.signal(ending, signal.SIG_DFL)  # a second one ends the process at once
+        log(logger, logging.INFO, "ending", signal=number.name)
+        notifier.tell(STOPPING)
+        stop.set()
+
+    for ending in _END_SIGNALS:
+        loop.add_signal_handler(ending, end, ending)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _END_SIGNALS)
+    serving = asyncio.ensure_future(server.serve(stop))
+    watchdog = asyncio.ensure_future(_keep_alive(notifier))
+    message = f"serving {server.url}metrics from {config.directory}"
+    # What follows a question mark may be a secret.
+    pushing = {"pushing_to": config.push.endpoint.partition("?")[0]} if config.push else {}
+    log(logger, logging.INFO, message, version=__version__, **pushing)
+    notifier.tell(READY)
+    try:
+        await serving
+    finally:
+        watchdog.cancel()
+
+
+async def _keep_alive(notifier: Notifier) -> None:
+    """Tells the service manager, where it wants to know, that the event loop turns."""
+    while notifier.watchdog_seconds is not None:
+        notifier.tell(ALIVE)
+        await asyncio.sleep(notifier.watchdog_seconds / 3)
 
 
 @contextlib.contextmanager
@@ -122,7 +234,19 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--allow-open-bind",
         action="store_true",
-        help="serve other machines too, although there is neither TLS nor authentication",
+        help="serve other machines too, without TLS or without authentication",
+    )
+    parser.add_argument(
+        "--web-config",
+        type=Path,
+        metavar="FILE",
+        help="TLS, client certificates and users, as Prometheus' exporter-toolkit has them; followed as it changes",
+    )
+    parser.add_argument(
+        "--bearer-token-file",
+        type=Path,
+        metavar="FILE",
+        help="lets in who sends one of its lines as bearer token; followed as it changes",
     )
     parser.add_argument(
         "--stale-after",
@@ -130,6 +254,42 @@ def _parser() -> argparse.ArgumentParser:
         default=DEFAULT_STALE_AFTER_SECONDS,
         metavar="SECONDS",
         help="age at which the record of a live rank counts as old (default: %(default)g)",
+    )
+    parser.add_argument(
+        "--level",
+        choices=[level.value for level in Level],
+        default=Level.STANDARD.value,
+        help="how much is told of a rank: totals by reftype, at most 75 series; the largest modules too, at most 250;"
+        " every module (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--depth",
+        type=int,
+        default=DEFAULT_DEPTH,
+        metavar="N",
+        help="at standard: how deep modules are told apart, indices not counted (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--top-modules",
+        type=int,
+        default=DEFAULT_TOP_MODULES,
+        metavar="N",
+        help="at standard: modules shown by name, the rest as __other__ (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--state-file",
+        type=Path,
+        metavar="FILE",
+        help="where counts that outlive a rank and a sidecar are kept (default: .exporter-state in the directory)",
+    )
+    parser.add_argument(
+        "--log-format", choices=FORMATS, default=DEFAULT_LOG_FORMAT, help="one line an event (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--log-level",
+        choices=tuple(LEVELS),
+        default=DEFAULT_LOG_LEVEL,
+        help="least that is logged (default: %(default)s)",
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     return parser

@@ -7,13 +7,18 @@ from __future__ import annotations
 
 import ipaddress
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from torchmem.errors import ConfigError
+from torchmem_exporter.budget import Budget
+from torchmem_exporter.logs import FORMATS, LEVELS
+from torchmem_exporter.otlp_config import PushConfig
 
 DEFAULT_LISTEN = "127.0.0.1:20471"
 DEFAULT_STALE_AFTER_SECONDS = 60.0
+DEFAULT_LOG_FORMAT = "logfmt"
+DEFAULT_LOG_LEVEL = "info"
 _MAX_PORT = 65535
 
 
@@ -26,7 +31,14 @@ class ValidatedConfig:
         host: IP address to listen on.
         port: TCP port; 0 lets the system choose.
         stale_after: seconds after which the record of a live rank counts as old.
-        allow_open_bind: whether other machines may be served, although there is neither TLS nor authentication.
+        budget: what a rank may cost in series.
+        state_file: where what outlives the sidecar is kept; None for a file in the directory.
+        push: where to push by OTLP; None for not at all.
+        allow_open_bind: whether other machines may be served without TLS or without authentication.
+        web_config: file with TLS and basic authentication, in the format of exporter-toolkit.
+        bearer_token_file: file with a valid token on each line.
+        log_format: one of ``logs.FORMATS``.
+        log_level: one of ``logs.LEVELS``.
 
     Raises:
         ConfigError: a setting cannot be used; one line that names the fix.
@@ -36,7 +48,14 @@ class ValidatedConfig:
     host: str
     port: int
     stale_after: float = DEFAULT_STALE_AFTER_SECONDS
+    budget: Budget = field(default_factory=Budget)
+    state_file: Path | None = None
+    push: PushConfig | None = None
     allow_open_bind: bool = False
+    web_config: Path | None = None
+    bearer_token_file: Path | None = None
+    log_format: str = DEFAULT_LOG_FORMAT
+    log_level: str = DEFAULT_LOG_LEVEL
 
     def __post_init__(self) -> None:
         if not self.directory.is_absolute():
@@ -45,17 +64,44 @@ class ValidatedConfig:
             raise ConfigError(f"port {self.port} does not exist: give one from 1 to {_MAX_PORT}")
         if not (math.isfinite(self.stale_after) and self.stale_after > 0):
             raise ConfigError(f"--stale-after {self.stale_after:g}: give a positive number of seconds")
+        if self.log_format not in FORMATS:
+            raise ConfigError(f"--log-format {self.log_format!r}: give {' or '.join(FORMATS)}")
+        if self.log_level not in LEVELS:
+            raise ConfigError(f"--log-level {self.log_level!r}: give one of {', '.join(LEVELS)}")
         try:
-            is_loopback = ipaddress.ip_address(self.host).is_loopback
+            ipaddress.ip_address(self.host)
         except ValueError:
             raise ConfigError(
                 f"--listen {self.host!r} is no IP address: give one, such as 127.0.0.1, [::1] or 0.0.0.0"
             ) from None
-        if not (is_loopback or self.allow_open_bind):
-            raise ConfigError(
-                f"{self.host} can be reached from other machines, and this server has neither TLS nor authentication:"
-                " listen on 127.0.0.1, or add --allow-open-bind where the network itself is trusted"
-            )
+        if self.exposed_host is not None and self.web_config is None:
+            check_exposure(self.host, has_tls=False, has_authentication=self.bearer_token_file is not None)
+
+    @property
+    def exposed_host(self) -> str | None:
+        """The address where other machines reach it, and so need both TLS and authentication; else None."""
+        return None if self.allow_open_bind or ipaddress.ip_address(self.host).is_loopback else self.host
+
+
+def check_exposure(host: str, *, has_tls: bool, has_authentication: bool) -> None:
+    """Refuses to be reached from other machines without protection.
+
+    Raises:
+        ConfigError: TLS or authentication is missing; one line that names the fix.
+    """
+    if has_tls and has_authentication:
+        return
+    if has_authentication:
+        missing, fix = "no TLS", "add a certificate with --web-config"
+    elif has_tls:
+        missing = "no authentication"
+        fix = "add basic_auth_users or client certificates to the --web-config file, or --bearer-token-file"
+    else:
+        missing, fix = "neither TLS nor authentication", "give it both with --web-config"
+    raise ConfigError(
+        f"{host} can be reached from other machines, and this server has {missing}: {fix}, listen on 127.0.0.1,"
+        " or add --allow-open-bind where the network itself is trusted"
+    )
 
 
 def split_address(listen: str) -> tuple[str, int]:

@@ -13,7 +13,8 @@ be that of its last record.
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from torchmem.wire.record import Clock
@@ -25,7 +26,7 @@ KEEP_CRASHED_SECONDS = 900.0
 """How long a crashed rank's counters and identity stay exposed."""
 
 KEEP_EXITED_SCRAPES = 2
-"""How many scrapes see the last record of a clean end."""
+"""How many scrapes of each consumer see the last record of a clean end."""
 
 
 class State(enum.Enum):
@@ -56,16 +57,29 @@ class Life:
     attempt: str
     was_seen_alive: bool = False
     ended_at: float | None = None
-    num_scrapes_since_exit: int = 0
+    showings: Counter[str] = field(default_factory=Counter)
+    """Of its end, by consumer."""
 
     def wrote(self) -> None:
         """Notes a new record: who writes is not gone."""
         self.ended_at = None
 
-    def was_scraped(self, state: State) -> None:
-        """Notes that a scrape has exposed the attempt."""
+    def was_shown(self, state: State, consumer: str) -> None:
+        """Notes that a consumer was given the attempt."""
         if state is State.EXITED:
-            self.num_scrapes_since_exit += 1
+            self.showings[consumer] += 1
+
+    def may_show(self, state: State, consumer: str) -> bool:
+        """Whether a consumer is still to be given the attempt."""
+        return state is not State.EXITED or self.showings[consumer] < KEEP_EXITED_SCRAPES
+
+    def is_used_up(self, state: State, consumers: frozenset[str]) -> bool:
+        """Whether all consumers have been given an ended attempt as often as they are to be."""
+        return bool(consumers) and not any(self.may_show(state, consumer) for consumer in consumers)
+
+    def has_been_dead_for(self, seconds: float, now: float) -> bool:
+        """Whether the attempt was judged to have crashed, at least so long ago."""
+        return self.ended_at is not None and now - self.ended_at >= seconds
 
     def judge(
         self, clock: Clock, *, is_held: bool, is_readable: bool, now: float, stale_after: float
@@ -95,6 +109,6 @@ class Life:
 
     def _judge_exited(self, age: float) -> Verdict | None:
         is_news = self.was_seen_alive or age <= KEEP_CRASHED_SECONDS
-        if not is_news or self.num_scrapes_since_exit >= KEEP_EXITED_SCRAPES:
+        if not is_news:
             return None
         return Verdict(State.EXITED, has_memory=True)

@@ -1,6 +1,6 @@
 """A directory of records: the state of each rank, or why not.
 
-    <directory>/<folder of a job>/rank-<N>.record, rank-<N>.lock
+    <directory>/<folder of a job>/rank-<N>.record, rank-<N>.lock, post-mortem/rank-<N>.<attempt>.record
 
 Invariants: nothing that lies in the directory (a FIFO, a link, a bomb, garbage, a vanishing file) blocks a scan, raises
 or costs another rank; each is a ``Rejection`` with a reason. A rank that is exposed has a record that parsed and whose
@@ -15,21 +15,28 @@ from __future__ import annotations
 
 import math
 import os
-import stat
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
 from torchmem.errors import RecordError
-from torchmem.wire.record import CELL, Device, Record, decode
-from torchmem.wire.store import MAX_RECORD_BYTES, RECORD_NAME, is_held, lock_name, open_record_bytes
+from torchmem.wire import postmortem
+from torchmem.wire.postmortem import Buried
+from torchmem.wire.record import Record
+from torchmem.wire.store import is_held, lock_name, record_name
+from torchmem_exporter import listing
+from torchmem_exporter.burial import BURY_AFTER_SECONDS, Undertaker
+from torchmem_exporter.checked import read_checked
 from torchmem_exporter.labels import clean_label
-from torchmem_exporter.lifecycle import Life, State
+from torchmem_exporter.lifecycle import KEEP_CRASHED_SECONDS, Life, State, Verdict
+from torchmem_exporter.listing import status_of
+from torchmem_exporter.state import FILE_NAME, StateFile
+from torchmem_exporter.tallies import Tallies
 
 REASONS = (
     "books",
@@ -53,9 +60,6 @@ REASONS = (
 )
 """Why a record may be rejected; counted from zero, so that the first rejection shows as an increase."""
 
-_BASE_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-_FOLDER_FLAGS = _BASE_FLAGS | os.O_NOFOLLOW | os.O_NONBLOCK
-
 
 class Rejection(NamedTuple):
     """A file or folder that a scan could not use."""
@@ -68,12 +72,16 @@ class Rejection(NamedTuple):
 
 @dataclass(frozen=True)
 class Rank:
-    """A rank worth exposing."""
+    """A rank worth exposing; the same object from scan to scan while nothing of it changes."""
 
     path: str
     record: Record
     state: State
     has_memory: bool
+    ooms: Mapping[str, int] = field(default_factory=dict)
+    """By device's name, of all attempts of the rank together; a device that is missing has what its record says."""
+    retries: Mapping[str, int] = field(default_factory=dict)
+    """Likewise."""
 
 
 @dataclass(frozen=True)
@@ -88,21 +96,30 @@ class Snapshot:
     """Rejections of all scrapes so far, by reason."""
     problem: str
     """Why the directory cannot be read; empty when it can."""
+    num_unburied: int = 0
+    """Records of crashed ranks that could not be moved to a post-mortem folder."""
+    num_state_failures: int = 0
+    """How often the sidecar's own state could not be read or written."""
 
 
 @dataclass
 class _Entry:
     """What is remembered of one record file: its last readable content, and what is wrong with the present one."""
 
-    fingerprint: tuple[int, ...]
+    status: os.stat_result
     life: Life | None = None
     record: Record | None = None
     error: RecordError | None = None
+    start_time: float = -math.inf
+    """Of the attempt."""
+    shown: Rank | None = None
+    stays: bool = False
+    """Whether it could not be moved after a crash."""
 
-    @property
-    def may_pass(self) -> bool:
-        """Whether the error may go away with the file unchanged, as a lack of descriptors does."""
-        return self.error is not None and self.error.reason == "open"
+    def holds(self, status: os.stat_result) -> bool:
+        """Whether a file of this status is known already; an error may pass with the file unchanged."""
+        may_pass = self.error is not None and self.error.reason == "open"
+        return not may_pass and _fingerprint(self.status) == _fingerprint(status)
 
 
 class Reader:
@@ -112,53 +129,95 @@ class Reader:
         directory: where the jobs' folders lie.
         stale_after: seconds after which a live rank's record counts as old.
         clock: Unix seconds.
+        state_path: file of what outlives the sidecar; ``None`` for one in the directory.
     """
 
-    def __init__(self, directory: Path, *, stale_after: float, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        stale_after: float,
+        clock: Callable[[], float] = time.time,
+        state_path: Path | None = None,
+    ) -> None:
         self.directory = directory
         self._stale_after = stale_after
         self._clock = clock
         self._guard = threading.Lock()
         self._entries: dict[tuple[str, str], _Entry] = {}
         self._num_errors = Counter(dict.fromkeys(REASONS, 0))
+        self._consumers: set[str] = set()
+        self._state = StateFile(state_path or directory / FILE_NAME)
+        self._tallies = Tallies(self._state)
+        self._undertaker = Undertaker()
 
-    def scan(self, *, is_scrape: bool) -> Snapshot:
+    def scan(self, consumer: str | None) -> Snapshot:
         """Reads what has changed and judges every rank.
 
         Args:
-            is_scrape: whether what is found is handed to a monitoring system: only that counts errors, and uses up
-                the scrapes that an exited rank has left.
+            consumer: the monitoring system that what is found is handed to, as ``prometheus``: counts errors, uses up
+                one of the showings that an exited rank has left with it, moves records of the dead; ``None`` to look
+                only.
         """
         with self._guard:
-            scan = _Scan(self._entries, self._clock(), self._stale_after)
+            if consumer is not None:
+                self._consumers.add(consumer)
+            watch = _Watch(self._clock(), self._stale_after, consumer, frozenset(self._consumers))
+            scan = _Scan(watch, self._entries, self._tallies, self._undertaker)
             problem = scan.run(self.directory)
             self._entries = scan.entries
             ranks = scan.unique_ranks()
-            if is_scrape:
+            if consumer is not None:
                 self._num_errors.update(rejection.reason for rejection in scan.rejections)
                 for rank in ranks:
-                    scan.life_of(rank).was_scraped(rank.state)
-            return Snapshot(scan.now, ranks, tuple(scan.rejections), dict(self._num_errors), problem)
+                    scan.life_of(rank).was_shown(rank.state, consumer)
+                self._tallies.save()
+            return Snapshot(
+                watch.now,
+                ranks,
+                tuple(scan.rejections),
+                dict(self._num_errors),
+                problem,
+                self._undertaker.num_failures,
+                self._state.num_failures,
+            )
+
+
+@dataclass(frozen=True)
+class _Watch:
+    """When, how and for whom a scan looks."""
+
+    now: float
+    stale_after: float
+    consumer: str | None
+    consumers: frozenset[str]
+    """All that ever asked."""
 
 
 class _Scan:
     """One pass over the directory."""
 
-    def __init__(self, remembered: dict[tuple[str, str], _Entry], now: float, stale_after: float) -> None:
-        self.now = now
+    def __init__(
+        self, watch: _Watch, remembered: dict[tuple[str, str], _Entry], tallies: Tallies, undertaker: Undertaker
+    ) -> None:
         self.entries: dict[tuple[str, str], _Entry] = {}
         self.rejections: list[Rejection] = []
+        self._watch = watch
         self._remembered = remembered
-        self._stale_after = stale_after
-        self._ranks: list[Rank] = []
+        self._tallies = tallies
+        self._undertaker = undertaker
+        self._shown: list[tuple[str, _Entry, Verdict]] = []
         self._lives: dict[str, Life] = {}
+        self._graves: set[str] = set()
 
     def run(self, directory: Path) -> str:
         """Scans every job's folder; returns why the directory cannot be read, or nothing."""
         try:
-            with _descriptor(os.open(directory, _BASE_FLAGS)) as base_fd:
-                uids = allowed_uids(os.fstat(base_fd))
-                for folder in _folders(base_fd, self.rejections):
+            with listing.descriptor(os.open(directory, listing.BASE_FLAGS)) as base_fd:
+                uids = listing.allowed_uids(os.fstat(base_fd))
+                found = listing.folders(base_fd)
+                self.rejections += (Rejection(name, "symlink", "links are not followed") for name in found.links)
+                for folder in found.jobs:
                     self._scan_folder(base_fd, folder, uids)
         except FileNotFoundError:
             return f"{directory} does not exist (yet): a job makes it, or set --dir to where the jobs write"
@@ -170,13 +229,23 @@ class _Scan:
     def unique_ranks(self) -> tuple[Rank, ...]:
         """One rank for each job and number: the live one, else the latest."""
         chosen: dict[tuple[str, int], Rank] = {}
-        for rank in sorted(self._ranks, key=_precedence):
+        ranks = (self._rank(path, entry, entry.record, verdict) for path, entry, verdict in self._shown if entry.record)
+        for rank in sorted(ranks, key=_precedence):
             key = (clean_label(rank.record.identity.train_job), rank.record.identity.rank)
-            if (other := chosen.get(key)) is not None:
+            other = chosen.get(key)
+            if other is not None and other.path not in self._graves:
                 detail = f"the same job and rank as {rank.path}, which lives or is newer"
                 self.rejections.append(Rejection(other.path, "duplicate", detail))
             chosen[key] = rank
         return tuple(chosen[key] for key in sorted(chosen))
+
+    def _rank(self, path: str, entry: _Entry, record: Record, verdict: Verdict) -> Rank:
+        """Made when all is read: what an earlier attempt counted may have been found after the rank itself."""
+        ooms, retries = self._tallies.of(record.identity)
+        new = Rank(path, record, verdict.state, verdict.has_memory, ooms, retries)
+        if entry.shown is None or not _is_same(entry.shown, new):
+            entry.shown = new
+        return entry.shown
 
     def life_of(self, rank: Rank) -> Life:
         """What is remembered of a rank's attempt."""
@@ -184,28 +253,29 @@ class _Scan:
 
     def _scan_folder(self, base_fd: int, folder: str, uids: frozenset[int]) -> None:
         try:
-            with _descriptor(os.open(folder, _FOLDER_FLAGS, dir_fd=base_fd)) as dir_fd:
+            with listing.descriptor(os.open(folder, listing.FOLDER_FLAGS, dir_fd=base_fd)) as dir_fd:
                 if os.fstat(dir_fd).st_uid not in uids:
                     raise RecordError("uid", "the folder belongs to another user")
-                for name in sorted(filter(RECORD_NAME.fullmatch, os.listdir(dir_fd))):  # noqa: PTH208  # no path leads to a descriptor
-                    self._scan_record(dir_fd, folder, name, uids)
+                for rank, name in listing.records(dir_fd):
+                    self._scan_record(dir_fd, folder, rank, name, uids)
+                # Also what was moved there since the folder was listed.
+                self._scan_graves(dir_fd, folder, uids)
         except RecordError as error:
             self.rejections.append(Rejection(folder, error.reason, str(error)))
         except OSError as error:
             reason = "vanished" if isinstance(error, FileNotFoundError) else "directory"
             self.rejections.append(Rejection(folder, reason, str(error.strerror)))
 
-    def _scan_record(self, dir_fd: int, folder: str, name: str, uids: frozenset[int]) -> None:
-        path = f"{folder}/{name}"
-        rank = _rank_of(name)
+    def _scan_record(self, dir_fd: int, folder: str, rank: int, name: str, uids: frozenset[int]) -> None:
+        path, key = f"{folder}/{name}", (folder, name)
         # Asked before the record is read: who ends cleanly writes the last record first and then lets go.
         was_held = is_held(dir_fd, lock_name(rank))
         try:
-            entry = self._entry(dir_fd, folder, name, uids)
+            status = status_of(dir_fd, name)
         except RecordError as error:
             self.rejections.append(Rejection(path, error.reason, str(error)))
             return
-        self.entries[folder, name] = entry
+        entry = self.entries[key] = self._entry(self._remembered.get(key), dir_fd, name, rank, status, uids)
         if entry.error is not None:
             self.rejections.append(Rejection(path, entry.error.reason, str(entry.error)))
         if entry.record is None or entry.life is None:
@@ -216,116 +286,128 @@ class _Scan:
             entry.record.clock,
             is_held=held,
             is_readable=entry.error is None,
-            now=self.now,
-            stale_after=self._stale_after,
+            now=self._watch.now,
+            stale_after=self._watch.stale_after,
         )
-        if verdict is None:
-            entry.record = None  # nothing of it will be shown again: jobs of weeks must not pile up in memory
-            return
-        self._ranks.append(Rank(path, entry.record, verdict.state, verdict.has_memory))
-        self._lives[path] = entry.life
+        if entry.life.has_been_dead_for(BURY_AFTER_SECONDS, self._watch.now) and not held:
+            path = self._bury(dir_fd, folder, name, entry) or path
+        self._show(path, entry, verdict)
 
-    def _entry(self, dir_fd: int, folder: str, name: str, uids: frozenset[int]) -> _Entry:
-        """What is known of a file, read anew if it has changed."""
+    def _bury(self, dir_fd: int, folder: str, name: str, entry: _Entry) -> str:
+        """Moves the record of a crashed rank; returns where it lies then, or nothing."""
+        if self._watch.consumer is None or entry.record is None or entry.error is not None or entry.stays:
+            return ""
+        # Asked last: a new attempt that has begun meanwhile does this itself.
+        if is_held(dir_fd, lock_name(entry.record.identity.rank)):
+            return ""
+        moved = self._undertaker.bury(dir_fd, folder, entry.record.identity, entry.status)
+        if not moved:
+            entry.stays = True
+            return ""
+        name_there = f"{postmortem.FOLDER}/{moved}"
+        with suppress(RecordError):
+            entry.status = status_of(dir_fd, name_there)
+        del self.entries[folder, name]
+        self.entries[folder, name_there] = entry
+        self._graves.add(f"{folder}/{name_there}")
+        return f"{folder}/{name_there}"
+
+    def _scan_graves(self, dir_fd: int, folder: str, uids: frozenset[int]) -> None:
+        """Reads the job's post-mortem folder: who died lately is shown, unless another has taken its place."""
         try:
-            status = os.stat(name, dir_fd=dir_fd, follow_symlinks=False)
+            with postmortem.opened(dir_fd) as folder_fd:
+                files = postmortem.listed(folder_fd)
+                for file in files:
+                    if (folder, f"{postmortem.FOLDER}/{file.name}") not in self.entries:
+                        self._scan_grave(folder_fd, folder, file, uids)
+                if self._watch.consumer is not None:
+                    self._undertaker.prune(folder_fd, folder, files, self._watch.now)
         except FileNotFoundError:
-            raise RecordError("vanished", "was removed while the folder was read") from None
+            return
         except OSError as error:
-            raise RecordError("open", str(error.strerror)) from None
-        fingerprint = (status.st_ino, status.st_mtime_ns, status.st_ctime_ns, status.st_size)
-        known = self._remembered.get((folder, name))
-        if known is not None and known.fingerprint == fingerprint and not known.may_pass:
+            self.rejections.append(Rejection(f"{folder}/{postmortem.FOLDER}", "directory", str(error.strerror)))
+
+    def _scan_grave(self, folder_fd: int, folder: str, file: Buried, uids: frozenset[int]) -> None:
+        name = f"{postmortem.FOLDER}/{file.name}"
+        path = f"{folder}/{name}"
+        known = self._remembered.get((folder, name)) or self._moved(folder, file)
+        if known is None and self._watch.now - file.status.st_mtime > KEEP_CRASHED_SECONDS:
+            return  # nothing of it would be shown
+        entry = self.entries[folder, name] = self._entry(known, folder_fd, file.name, file.rank, file.status, uids)
+        if entry.error is not None:
+            self.rejections.append(Rejection(path, entry.error.reason, str(entry.error)))
+        if entry.record is None or entry.life is None:
+            return
+        successor = self.entries.get((folder, record_name(file.rank)))
+        if entry.record.clock.final or (successor is not None and successor.start_time >= entry.start_time):
+            entry.record = entry.shown = None
+            return
+        verdict = entry.life.judge(
+            entry.record.clock,
+            is_held=False,
+            is_readable=entry.error is None,
+            now=self._watch.now,
+            stale_after=self._watch.stale_after,
+        )
+        self._graves.add(path)
+        self._show(path, entry, verdict)
+
+    def _moved(self, folder: str, file: Buried) -> _Entry | None:
+        """What was remembered of a file at the place where it lay before its rank's next attempt moved it."""
+        before = self._remembered.get((folder, record_name(file.rank)))
+        if before is None or not postmortem.is_same_content(before.status, file.status):
+            return None
+        return _Entry(file.status, before.life, before.record, before.error, before.start_time)
+
+    def _show(self, path: str, entry: _Entry, verdict: Verdict | None) -> None:
+        """Adds a rank to what the scan found, as long as there is something to expose for whom it is made."""
+        life, record, consumer = entry.life, entry.record, self._watch.consumer
+        if life is None or record is None:
+            return
+        if verdict is None or life.is_used_up(verdict.state, self._watch.consumers):
+            if consumer is not None:  # who only looks takes nothing away
+                entry.record = entry.shown = None  # jobs of weeks must not pile up in memory
+            return
+        if consumer is not None and not life.may_show(verdict.state, consumer):
+            return
+        self._shown.append((path, entry, verdict))
+        self._lives[path] = life
+
+    def _entry(
+        self,
+        known: _Entry | None,
+        dir_fd: int,
+        name: str,
+        rank: int,
+        status: os.stat_result,
+        uids: frozenset[int],
+    ) -> _Entry:
+        """What is known of a file, read anew if it has changed."""
+        if known is not None and known.holds(status):
             return known
         try:
-            record = _read(dir_fd, name, status, uids)
+            record = read_checked(dir_fd, name, rank, status, uids)
         except RecordError as error:
             if known is None:
-                return _Entry(fingerprint, error=error)
-            return _Entry(fingerprint, life=known.life, record=known.record, error=error)
+                return _Entry(status, error=error)
+            return _Entry(status, known.life, known.record, error, known.start_time)
         life = known.life if known else None
         if life is None or life.attempt != record.identity.attempt:
             life = Life(record.identity.attempt)
         life.wrote()
-        return _Entry(fingerprint, life=life, record=record)
+        self._tallies.note(record, self._watch.now)
+        return _Entry(status, life, record, start_time=record.identity.start_time)
 
 
-def allowed_uids(directory: os.stat_result) -> frozenset[int]:
-    """Whose records are read: this user's, root's, and those of the directory's owner."""
-    return frozenset({os.geteuid(), 0, directory.st_uid})
+def _fingerprint(status: os.stat_result) -> tuple[int, ...]:
+    return status.st_ino, status.st_mtime_ns, status.st_ctime_ns, status.st_size
 
 
-@contextmanager
-def _descriptor(fd: int) -> Iterator[int]:
-    try:
-        yield fd
-    finally:
-        os.close(fd)
-
-
-def _folders(base_fd: int, rejections: list[Rejection]) -> list[str]:
-    """Names of the jobs' folders; links are no folders."""
-    folders = []
-    with os.scandir(base_fd) as entries:
-        for entry in entries:
-            if entry.is_symlink():
-                rejections.append(Rejection(entry.name, "symlink", "links are not followed"))
-            elif not entry.name.startswith(".") and entry.is_dir(follow_symlinks=False):
-                folders.append(entry.name)
-    return sorted(folders)
-
-
-def _rank_of(name: str) -> int:
-    match = RECORD_NAME.fullmatch(name)
-    assert match is not None  # noqa: S101  # names were chosen by this pattern
-    return int(match[1])
+def _is_same(a: Rank, b: Rank) -> bool:
+    """By identity: comparing records would cost more than it saves."""
+    same = a.record is b.record and a.ooms is b.ooms and a.retries is b.retries
+    return same and (a.path, a.state, a.has_memory) == (b.path, b.state, b.has_memory)
 
 
 def _precedence(rank: Rank) -> tuple[bool, float, float]:
     return rank.state.is_alive, rank.record.identity.start_time, rank.record.clock.written_at
-
-
-def _read(dir_fd: int, name: str, status: os.stat_result, uids: frozenset[int]) -> Record:
-    """Reads and checks one record; looks before it opens, since opening some devices has effects."""
-    if stat.S_ISLNK(status.st_mode):
-        raise RecordError("symlink", "links are not followed")
-    if not stat.S_ISREG(status.st_mode):
-        raise RecordError("not_regular", "not a regular file")
-    if status.st_size > MAX_RECORD_BYTES:
-        raise RecordError("oversize", f"{status.st_size} bytes exceed {MAX_RECORD_BYTES}")
-    data, _ = open_record_bytes(dir_fd, name, uids)
-    record = decode(data)
-    _check(record, _rank_of(name))
-    return record
-
-
-def _check(record: Record, rank: int) -> None:
-    """Refuses what parsed and yet cannot be exposed: it would break the whole scrape, or say what is not so."""
-    if record.identity.rank != rank:
-        raise RecordError("identity", f"claims to be rank {record.identity.rank}")
-    clock = record.clock
-    amounts = [clock.step, clock.step_seconds, clock.tracker_seconds, clock.written_at, record.identity.start_time]
-    amounts += [
-        amount for device in record.devices for amount in (device.allocator.num_ooms, device.allocator.num_retries)
-    ]
-    if not all(math.isfinite(amount) and amount >= 0 for amount in amounts):
-        raise RecordError("values", "a time or a count is negative or no number")
-    if _repeats(d.name for d in record.devices) or _repeats(labeler.name for labeler in record.labelers):
-        raise RecordError("values", "a device or a labeler appears twice")
-    for device in record.devices:
-        _check_sums(device)
-
-
-def _check_sums(device: Device) -> None:
-    for name, book, total in (
-        ("usage", device.usage, device.usage_bytes),
-        ("step_peak", device.step_peak, device.step_peak_bytes),
-    ):
-        held = sum(num_bytes for _, _, num_bytes in CELL.iter_unpack(book))
-        if held != total:
-            raise RecordError("sums", f"{device.name} {name}: the parts are {held} bytes, the total {total}")
-
-
-def _repeats(names: Iterable[str]) -> bool:
-    listed = [clean_label(name) for name in names]
-    return len(set(listed)) < len(listed)

@@ -1,210 +1,173 @@
-"""HTTP: the metrics, health, readiness and a page for people.
+"""The HTTP server: it listens, bounds what clients can take, and ends in good order.
 
-Invariants: a bounded number of workers, each connection with a time limit for reading and writing, so that idle or slow
-clients cannot pile up; every answer states its length; only ``/metrics`` counts as a scrape.
+Invariants: the event loop never waits for an answer being made, so ``/healthz`` is quick whatever a scrape costs; the
+number of connections and of threads is bounded; a stop lets running requests end, for a limited time.
 
-Known limit: as many silent clients as there are workers delay a scrape by up to the time limit.
+Answers come from a small pool of threads, and requests for the same share one (see ``flight``).
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
-import os
-import threading
-import time
-import zlib
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
-
-from cheroot import wsgi
+import resource
+import socket
+from concurrent.futures import ThreadPoolExecutor
 
 from torchmem.errors import ConfigError
-from torchmem_exporter import __version__, landing, prometheus, samples
+from torchmem_exporter.connection import Connection, Service
+from torchmem_exporter.flight import SingleFlight
+from torchmem_exporter.limits import Limits, ServerCounts
+from torchmem_exporter.logs import log
+from torchmem_exporter.routes import Routes
+from torchmem_exporter.security import Guard
 
-if TYPE_CHECKING:
-    from _typeshed.wsgi import StartResponse, WSGIApplication, WSGIEnvironment
+_BACKLOG = 128
+_RETRY_SECONDS = 0.1
+_ABORT_SECONDS = 0.1
+_BUSY = b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 0\r\nRetry-After: 1\r\nConnection: close\r\n\r\n"
 
-    from torchmem_exporter.reader import Reader
-
-NUM_WORKERS = 8
-TIMEOUT_SECONDS = 5
-SHUTDOWN_SECONDS = 0.3
-STOP_SECONDS = 0.7
-MAX_HEADER_BYTES = 16 << 10
-
-_GZIP = 16
-"""Asks zlib for a gzip header."""
-
-_TEXT = "text/plain; charset=utf-8"
-
-logger = logging.getLogger("torchmem_exporter")
+logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Response:
-    """An answer."""
-
-    pieces: tuple[bytes, ...]
-    status: str = "200 OK"
-    content_type: str = _TEXT
-    headers: tuple[tuple[str, str], ...] = ()
-
-
-def application(reader: Reader, timer: Callable[[], float] = time.perf_counter) -> WSGIApplication:
-    """The sidecar as a WSGI application.
+class Server:
+    """Listens from the moment it is made; serves in ``serve``.
 
     Args:
-        reader: of the directory to serve.
-        timer: seconds, for the duration of a scrape.
-    """
+        routes: what is answered.
+        guard: who may ask.
+        host: IP address to listen on.
+        port: TCP port; 0 lets the system choose.
+        limits: on what clients can take.
+        counts: where to count.
 
-    def metrics(environ: WSGIEnvironment) -> Response:
-        form = prometheus.negotiate(environ.get("HTTP_ACCEPT", ""))
-        found = samples.scrape(reader, timer, is_scrape=environ["REQUEST_METHOD"] == "GET")
-        pieces = prometheus.render(found, is_openmetrics=form.is_openmetrics)
-        headers = [("Vary", "Accept, Accept-Encoding")]
-        if accepts_gzip(environ.get("HTTP_ACCEPT_ENCODING", "")):
-            pieces = packed(pieces)
-            headers.append(("Content-Encoding", "gzip"))
-        return Response(tuple(pieces), content_type=form.content_type, headers=tuple(headers))
-
-    def healthz(_environ: WSGIEnvironment) -> Response:
-        return Response((b"ok\n",))
-
-    def readyz(_environ: WSGIEnvironment) -> Response:
-        problem = reader.scan(is_scrape=False).problem
-        return (
-            Response((f"{problem}\n".encode(errors="replace"),), "503 Service Unavailable")
-            if problem
-            else Response((b"ok\n",))
-        )
-
-    def index(_environ: WSGIEnvironment) -> Response:
-        page = landing.page(reader.scan(is_scrape=False), reader.directory)
-        policy = ("Content-Security-Policy", "default-src 'none'; style-src 'unsafe-inline'")
-        return Response((page,), content_type="text/html; charset=utf-8", headers=(policy,))
-
-    routes = {"/": index, "/metrics": metrics, "/healthz": healthz, "/readyz": readyz}
-
-    def respond(environ: WSGIEnvironment) -> Response:
-        route = routes.get(environ["PATH_INFO"] or "/")
-        if route is None:
-            return Response((b"not found: see / for what is here\n",), "404 Not Found")
-        if environ["REQUEST_METHOD"] not in ("GET", "HEAD"):
-            return Response((b"use GET or HEAD\n",), "405 Method Not Allowed", headers=(("Allow", "GET, HEAD"),))
-        return route(environ)
-
-    return _answering(respond)
-
-
-def _answering(respond: Callable[[WSGIEnvironment], Response]) -> WSGIApplication:
-    """The protocol around the answers; a fault while making one costs that request alone."""
-
-    def app(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
-        try:
-            response = respond(environ)
-        except Exception:
-            logger.exception("a request for %a failed", environ["PATH_INFO"])
-            response = Response((b"the sidecar failed; its log says why\n",), "500 Internal Server Error")
-        headers = [
-            ("Content-Type", response.content_type),
-            ("Content-Length", str(sum(map(len, response.pieces)))),
-            ("Cache-Control", "no-store"),
-            ("X-Content-Type-Options", "nosniff"),
-            *response.headers,
-        ]
-        start_response(response.status, headers)
-        return () if environ["REQUEST_METHOD"] == "HEAD" else response.pieces
-
-    return app
-
-
-def packed(pieces: Iterable[bytes]) -> Iterator[bytes]:
-    """The pieces as gzip, so fast that it costs less than sending what it saves."""
-    compressor = zlib.compressobj(level=1, wbits=zlib.MAX_WBITS | _GZIP)
-    for piece in pieces:
-        yield compressor.compress(piece)
-    yield compressor.flush()
-
-
-def accepts_gzip(accept_encoding: str) -> bool:
-    """Whether an ``Accept-Encoding`` header names gzip and does not refuse it."""
-    for accepted in accept_encoding.lower().split(","):
-        name, *parameters = (part.strip() for part in accepted.split(";"))
-        if name == "gzip":
-            return not any(parameter.rstrip("0") in ("q=", "q=0.") for parameter in parameters)
-    return False
-
-
-class _Server(wsgi.Server):
-    """cheroot, which says why it could not bind and keeps clients' hang-ups out of the log."""
-
-    bind_failure = ""
-
-    def bind(self, family: Any, type: Any, proto: int = 0) -> Any:  # noqa: A002  # the overridden method's name
-        try:
-            return super().bind(family, type, proto)
-        except OSError as error:
-            self.bind_failure = str(error.strerror)
-            raise
-
-    def error_log(self, msg: str = "", level: int = logging.INFO, traceback: bool = False) -> None:  # noqa: FBT001, FBT002  # as overridden
-        if level >= logging.ERROR:
-            super().error_log(msg, level, traceback)
-
-
-@dataclass(frozen=True)
-class Serving:
-    """A running server."""
-
-    host: str
-    port: int
-    thread: threading.Thread
-
-    @property
-    def url(self) -> str:
-        """Address of the landing page."""
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"http://{host}:{self.port}/"
-
-
-@contextlib.contextmanager
-def serving(app: WSGIApplication, host: str, port: int) -> Iterator[Serving]:
-    """Serves until the block is left, then ends within a second, leaving a worker behind that a client still holds up.
+    Attributes:
+        port: the port in use.
+        counts: what was counted.
 
     Raises:
         ConfigError: the address cannot be listened on; one line that names the fix.
     """
-    # cheroot would take descriptor 3 for its socket, whatever it is and whoever may reach it.
-    os.environ.pop("LISTEN_PID", None)
-    server = _Server(
-        (host, port),
-        app,
-        numthreads=NUM_WORKERS,
-        max=NUM_WORKERS,
-        server_name="torchmem-exporter",
-        request_queue_size=4 * NUM_WORKERS,
-        timeout=TIMEOUT_SECONDS,
-        shutdown_timeout=SHUTDOWN_SECONDS,  # type: ignore[arg-type]  # its stub says whole seconds; it is a wait
-    )
-    server.software = f"torchmem-exporter/{__version__}"
-    server.max_request_header_size = MAX_HEADER_BYTES
-    server.max_request_body_size = 1
-    server.expiration_interval = SHUTDOWN_SECONDS
+
+    def __init__(
+        self,
+        routes: Routes,
+        guard: Guard,
+        host: str,
+        port: int,
+        *,
+        limits: Limits | None = None,
+        counts: ServerCounts | None = None,
+    ) -> None:
+        limits = limits or Limits()
+        self.counts = counts or ServerCounts()
+        self._host = host
+        self._listener = _listener(host, port, limits)
+        self.port: int = self._listener.getsockname()[1]
+        self._pool = ThreadPoolExecutor(limits.num_workers, thread_name_prefix="torchmem-exporter-answer")
+        self._service = Service(routes, guard, limits, self.counts, self._pool, SingleFlight(self._pool))
+        self._connections: dict[Connection, asyncio.Task[None]] = {}
+        # Half of the descriptors are for reading records and sending them elsewhere.
+        num_descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        self._max_connections = max(1, min(limits.num_connections, num_descriptors // 2))
+
+    @property
+    def url(self) -> str:
+        """Address of the landing page."""
+        scheme = "https" if self._service.guard.is_tls else "http"
+        return f"{scheme}://{_address(self._host, self.port)}/"
+
+    async def serve(self, stop: asyncio.Event) -> None:
+        """Serves until told to stop, then drains.
+
+        Raises:
+            OSError: the listening socket failed.
+        """
+        accepting = asyncio.ensure_future(self._accept())
+        stopping = asyncio.ensure_future(stop.wait())
+        try:
+            await asyncio.wait({accepting, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            if accepting.done():
+                accepting.result()
+        finally:
+            accepting.cancel()
+            stopping.cancel()
+            with contextlib.suppress(asyncio.CancelledError, OSError):
+                await accepting
+            self._listener.close()
+            await self._drain()
+            self._service.guard.close()
+            self._pool.shutdown(wait=False, cancel_futures=True)
+
+    async def _accept(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                client, _ = await loop.sock_accept(self._listener)
+            except OSError as error:
+                if self._listener.fileno() < 0:
+                    raise
+                # Out of descriptors, most likely: those of idle clients are the ones to spare.
+                log(logger, logging.WARNING, "a connection could not be accepted", error=str(error.strerror))
+                self._evict_idlest()
+                await asyncio.sleep(_RETRY_SECONDS)
+                continue
+            self._admit(client)
+            # A full backlog is accepted without waiting: others have their turn in between.
+            await asyncio.sleep(0)
+
+    def _admit(self, client: socket.socket) -> None:
+        if len(self._connections) >= self._max_connections and not self._evict_idlest():
+            self.counts.num_refused += 1
+            with client, contextlib.suppress(OSError):
+                if not self._service.guard.is_tls:
+                    client.send(_BUSY)
+            return
+        connection = Connection(self._service, client)
+        task = connection.start()
+        self._connections[connection] = task
+        task.add_done_callback(lambda _: self._connections.pop(connection, None))
+
+    def _evict_idlest(self) -> bool:
+        """Closes the connection that has been idle for longest; whether there was one."""
+        idle = [connection for connection in self._connections if not connection.is_busy]
+        if not idle:
+            return False
+        idlest = min(idle, key=lambda connection: connection.since)
+        del self._connections[idlest]
+        idlest.abort()
+        self.counts.num_evicted += 1
+        return True
+
+    async def _drain(self) -> None:
+        """Lets running requests end, but nobody hold up the end."""
+        self._service.is_ending = True
+        for connection in [connection for connection in self._connections if not connection.is_busy]:
+            connection.abort()
+        for wait_seconds in (self._service.limits.drain_seconds, _ABORT_SECONDS):
+            tasks = list(self._connections.values())
+            if not tasks:
+                return
+            await asyncio.wait(tasks, timeout=wait_seconds)
+            for connection, task in list(self._connections.items()):
+                connection.abort()
+                task.cancel()
+
+
+def _listener(host: str, port: int, limits: Limits) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    is_any = host == "::" and socket.has_dualstack_ipv6()
     try:
-        server.prepare()
-    except OSError:
-        reason = server.bind_failure
-        raise ConfigError(f"cannot listen on {host}:{port} ({reason}): choose another address with --listen") from None
-    thread = threading.Thread(target=server.serve, name="torchmem-exporter-accept", daemon=True)
-    thread.start()
-    try:
-        yield Serving(host, server.bind_addr[1], thread)
-    finally:
-        # A worker that sends to a client that does not read would hold up the end for as long as its time limit.
-        stopping = threading.Thread(target=server.stop, name="torchmem-exporter-stop", daemon=True)
-        stopping.start()
-        stopping.join(STOP_SECONDS)
-        thread.join(STOP_SECONDS - SHUTDOWN_SECONDS if stopping.is_alive() else None)
+        listener = socket.create_server((host, port), family=family, backlog=_BACKLOG, dualstack_ipv6=is_any)
+    except OSError as error:
+        where, reason = _address(host, port), error.strerror
+        raise ConfigError(f"cannot listen on {where} ({reason}): choose another address with --listen") from None
+    # Requests are small: what a client sends ahead stays with it.
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2 * limits.header_bytes)
+    listener.setblocking(False)  # noqa: FBT003  # its only parameter
+    return listener
+
+
+def _address(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -14,7 +14,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from torchmem.errors import BuildError, ConfigError, InstallError, RecordError, StoreError, TorchmemError
+    from torchmem.errors import BuildError, ConfigError, ForecastError, InstallError, TorchmemError
+    from torchmem.forecasting.job import forecast
     from torchmem.model import RefType
     from torchmem.monitor import Monitor, install
     from torchmem.tracker import MemTracker
@@ -22,19 +23,25 @@ if TYPE_CHECKING:
 __all__ = [
     "BuildError",
     "ConfigError",
+    "ForecastError",
     "InstallError",
     "MemTracker",
     "Monitor",
-    "RecordError",
     "RefType",
-    "StoreError",
     "TorchmemError",
+    "forecast",
     "install",
 ]
 
 __version__ = "0.1.0"
 
-_HOMES = {"install": "monitor", "MemTracker": "tracker", "Monitor": "monitor", "RefType": "model"}
+_HOMES = {
+    "forecast": "forecasting.job",
+    "install": "monitor",
+    "MemTracker": "tracker",
+    "Monitor": "monitor",
+    "RefType": "model",
+}
 
 
 def __getattr__(name: str) -> object:

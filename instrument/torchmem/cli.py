@@ -1,8 +1,8 @@
-"""The command line: ``torchmem show``, ``torchmem build`` and ``torchmem validate``.
+"""The command line: ``torchmem show``, ``post-mortem``, ``forecast``, ``build`` and ``validate``.
 
-Invariants: ``show`` imports no torch, so that it runs beside a job in an image that has none; a failure is one line on
-stderr and exit status 1, arguments that make no sense are status 2; Ctrl-C and a closed pipe end it quietly, with the
-status a shell expects (130, 141).
+Invariants: ``show`` and ``post-mortem`` import no torch, so that they run beside a job in an image that has none; a
+failure is one line on stderr and exit status 1, arguments that make no sense are status 2; Ctrl-C and a closed pipe end
+it quietly, with the status a shell expects (130, 141).
 """
 
 from __future__ import annotations
@@ -12,18 +12,21 @@ import io
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torchmem
 from torchmem.errors import BuildError
+from torchmem.forecasting import command as forecasting
 
 EXAMPLE = """\
 example:
   torchmem show                          every rank of every job of this host
   torchmem show --job train --rank 0     one rank
   torchmem show --by reftype --usage     what is alive between steps, by purpose
+  torchmem post-mortem                   who died, how, and who held what then
+  torchmem forecast train.py:build       what the job will hold, before it starts and without its hardware
   torchmem build                         compile the engine ahead of the job
   torchmem validate                      check every way of training against independent counts, on this host
   torchmem validate --only 'fsdp2/*'     some of them
@@ -47,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     try:
         arguments = _parser().parse_args(argv)
-        status = {"build": _build, "show": _show, "validate": _validate}[arguments.command](arguments)
+        status = _COMMANDS[arguments.command](arguments)
         sys.stdout.flush()
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -91,10 +94,35 @@ def _parser() -> argparse.ArgumentParser:
     )
     show.add_argument("--json", action="store_true", help="the same as JSON, unfolded")
     show.set_defaults(book="peak")
+    _add_post_mortem(commands)
     help_text = "compile the native engine into the cache"
     commands.add_parser("build", help=help_text, description=f"{help_text.capitalize()}.")
+    forecasting.add_parser(commands)
     _add_validate(commands)
     return parser
+
+
+def _add_post_mortem(commands: Any) -> None:
+    help_text = "show who held what when an attempt died, and which allocations failed"
+    command = commands.add_parser("post-mortem", help=help_text, description=f"{help_text.capitalize()}.")
+    command.add_argument(
+        "path",
+        metavar="DIR",
+        nargs="?",
+        type=Path,
+        help="directory of the records, a job's folder in it, its post-mortem folder, or one record file"
+        " (default: TORCHMEM_DIR, else where jobs write)",
+    )
+    command.add_argument("--job", metavar="J", help="only this training job")
+    command.add_argument("--rank", metavar="N", type=_rank, help="only this rank")
+    command.add_argument("--last", metavar="N", type=_at_least_one, help="only the latest N deaths (default: all)")
+    command.add_argument(
+        "--top", metavar="N", type=_at_least_one, default=10, help="rows of a peak shown, the rest summed (default: 10)"
+    )
+    command.add_argument(
+        "--unfold", action="store_true", help="tell layers.0, layers.1, ... apart instead of summing them as layers.*"
+    )
+    command.add_argument("--json", action="store_true", help="the same as JSON, unfolded")
 
 
 def _add_validate(commands: Any) -> None:
@@ -214,29 +242,74 @@ def _show(arguments: argparse.Namespace) -> int:
         return 1
     book, by = show.Book(arguments.book), show.By(arguments.by)
     if arguments.json:
-        import json
-
-        text = json.dumps(show.as_data(found.ranks, book, by, arguments.top), indent=2, allow_nan=False) + "\n"
+        _print_json(show.as_data(found.ranks, book, by, arguments.top))
     else:
-        from rich.console import Console
-
-        if isinstance(sys.stdout, io.TextIOWrapper):
-            sys.stdout.reconfigure(errors="replace")  # a module's name may not fit the terminal's encoding
-        console = Console(highlight=False)
-        with console.capture() as drawn:  # rich has an end of its own, with status 1, for a pipe that closes
-            show.draw(console, found.ranks, book, by, arguments.top, fold=not arguments.unfold)
-        text = drawn.get()
-    # Line by line: unbuffered, Python would take a single write that a closed pipe cut short for a whole one.
-    sys.stdout.writelines(text.splitlines(keepends=True))
+        _print_drawn(
+            lambda console: show.draw(console, found.ranks, book, by, arguments.top, fold=not arguments.unfold)
+        )
     return 0
 
 
+def _post_mortem(arguments: argparse.Namespace) -> int:
+    from torchmem import postmortem_show
+    from torchmem.wire.deaths import read_deaths
+    from torchmem.wire.store import default_dir
+
+    path: Path = arguments.path or Path(os.environ.get("TORCHMEM_DIR") or default_dir())
+    found = read_deaths(path, arguments.job, arguments.rank)
+    for line in found.unreadable:
+        _complain(line)
+    deaths = found.deaths[: arguments.last]
+    if not deaths:
+        _complain(f"no attempt{_wanted(arguments.job, arguments.rank)} has died, as far as {path} tells")
+        return 1
+    if arguments.json:
+        _print_json(postmortem_show.as_data(deaths, arguments.top))
+    else:
+        _print_drawn(lambda console: postmortem_show.draw(console, deaths, arguments.top, fold=not arguments.unfold))
+    return 0
+
+
+def _print_json(data: Any) -> None:
+    import json
+
+    _print_lines(json.dumps(data, indent=2, allow_nan=False) + "\n")
+
+
+def _print_drawn(draw: Callable[[Any], None]) -> None:
+    from rich.console import Console
+
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a module's name may not fit the terminal's encoding
+    console = Console(highlight=False)
+    with console.capture() as drawn:  # rich has an end of its own, with status 1, for a pipe that closes
+        draw(console)
+    _print_lines(drawn.get())
+
+
+def _print_lines(text: str) -> None:
+    # Line by line: unbuffered, Python would take a single write that a closed pipe cut short for a whole one.
+    sys.stdout.writelines(text.splitlines(keepends=True))
+
+
 def _nothing(directory: Path, train_job: str | None, rank: int | None) -> str:
-    wanted = f" of job {train_job!r}" if train_job is not None else ""
-    wanted += f" of rank {rank}" if rank is not None else ""
     question = "is a job running with torchmem.install(...)?"
-    return f"no records{wanted} under {directory}: {question} set TORCHMEM_DIR or pass DIR"
+    return f"no records{_wanted(train_job, rank)} under {directory}: {question} set TORCHMEM_DIR or pass DIR"
+
+
+def _wanted(train_job: str | None, rank: int | None) -> str:
+    wanted = f" of job {train_job!r}" if train_job is not None else ""
+    return wanted + (f" of rank {rank}" if rank is not None else "")
 
 
 def _complain(line: str) -> None:
     print(f"torchmem: {line}", file=sys.stderr)
+
+
+_COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
+    "build": _build,
+    "forecast": forecasting.run,
+    "post-mortem": _post_mortem,
+    "show": _show,
+    "validate": _validate,
+}

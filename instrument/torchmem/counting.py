@@ -5,7 +5,7 @@ and with it the books, are the process's.
 
 Invariants: ``detach`` leaves every hook table, patched attribute and allocator as before and is safe to call twice; a
 labeler that cannot attach, or fails later, is off and named by its hooks, and costs nothing else; a forked child does
-not inherit its parent's claim.
+not inherit its parent's claim, and takes its parent's labelers off before it counts itself.
 """
 
 from __future__ import annotations
@@ -25,7 +25,12 @@ if TYPE_CHECKING:
 slot_lock = threading.RLock()
 """Held while the process's one place to count is taken or given back."""
 
+# A child that is forked while another thread installs would wait for it forever.
+os.register_at_fork(before=slot_lock.acquire, after_in_parent=slot_lock.release, after_in_child=slot_lock.release)
+
 _holder: tuple[int, Any, str] | None = None
+_attached: Counting | None = None
+"""The one that has labelers on a model in this process; in a forked child at first its parent's."""
 
 
 def claim(holder: object, fix: str) -> None:
@@ -113,14 +118,18 @@ class Counting:
         from torchmem.labelers.frame_cost import frame_seconds
         from torchmem.labelers.owners import OwnerTable
 
+        global _attached  # noqa: PLW0603  # as in claim()
         engine = native.load()
         engine.set_gate(False)
-        if reason := engine.attach_cpu():
-            raise BuildError(reason)
         if self._subject is None:
             raise InstallError("a Counting attaches once: make another")
+        if _attached is not None:  # only in a forked child
+            _attached.detach()
+        if reason := engine.attach_cpu():
+            raise BuildError(reason)
         model, optimizer = self._subject
         self._subject = None
+        _attached = self
         self.native = engine
         self.owners = OwnerTable(model, self._depth)
         with contextlib.suppress(Exception):  # a torch that changed: the labeler of module calls will say so
@@ -129,11 +138,15 @@ class Counting:
         engine.set_gate(True)
         self._attach_cuda()
         for labeler in self._make_labelers(model, optimizer):
-            self.labelers.append(labeler)  # first: one that is interrupted must be detached too
-            try:
-                labeler.attach()
-            except Exception as error:  # noqa: BLE001  # a torch that changed costs one labeler, not the job
-                labeler.hooks.fail(error)
+            self.add(labeler)
+
+    def add(self, labeler: Any) -> None:
+        """Attaches one more labeler, which ``detach`` takes off with the others."""
+        self.labelers.append(labeler)  # first: one that is interrupted must be detached too
+        try:
+            labeler.attach()
+        except Exception as error:  # noqa: BLE001  # a torch that changed costs one labeler, not the job
+            labeler.hooks.fail(error)
 
     def _attach_cuda(self) -> bool:
         """Counts CUDA devices, once there is CUDA; returns whether it just began to."""
@@ -151,6 +164,7 @@ class Counting:
 
     def detach(self) -> None:
         """Stops counting and puts everything back."""
+        global _attached  # noqa: PLW0603  # as in claim()
         for labeler in reversed(self.labelers):
             try:
                 labeler.detach()
@@ -161,6 +175,8 @@ class Counting:
             self.native.detach_cpu()
         self.labelers.clear()  # with them go the weak references that torch finds on the parameters
         self._label_now = _nothing
+        if _attached is self:
+            _attached = None
 
     def _make_labelers(self, model: nn.Module, optimizer: Optimizer | None) -> tuple[Any, ...]:
         from torchmem.labelers.compiled import CompiledLabeler

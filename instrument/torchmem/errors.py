@@ -37,3 +37,7 @@ class RecordError(TorchmemError):
 
 class StoreError(TorchmemError):
     """The record directory cannot be used, or another live process already holds this rank's record."""
+
+
+class ForecastError(TorchmemError):
+    """A job cannot be forecast: it does something that fake tensors cannot, or a saved forecast cannot be read."""

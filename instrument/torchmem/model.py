@@ -1,4 +1,4 @@
-"""The vocabulary every other file speaks: reference types, phases, checkpoint operations, owners.
+"""The vocabulary every other file speaks: reference types, phases, checkpoint operations, owners and their names.
 
 Invariants: imports neither torch nor anything else of torchmem; a member's value is the column the native ledger
 books it in, so members are only ever appended; a member's label is what appears as ``reftype`` in every metric.
@@ -8,6 +8,7 @@ Source: the design's table of reftypes; display names are those of torch's own t
 from __future__ import annotations
 
 import enum
+import re
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -21,6 +22,13 @@ ROOT = "(root)"
 
 OUTSIDE_OWNER = 0
 """Index of ``OUTSIDE`` in every table of owners; the root module is always 1."""
+
+_INDEX = re.compile(r"(?<![^.])\d+(?![^.])")
+
+
+def folded(module: str) -> str:
+    """The name of all modules that differ only in their indices: ``layers.17.mlp`` is one of ``layers.*.mlp``."""
+    return _INDEX.sub("*", module)
 
 
 class RefType(enum.IntEnum):

@@ -7,6 +7,9 @@ books are closed for the step (tens of microseconds); everything else happens on
 Invariants: nothing here raises into the training loop; ``close`` leaves every hook table, patched attribute and
 allocator as before, and is safe to call twice; one Monitor at a time in a process. Where the engine cannot be built,
 or the record's directory cannot be used, one warning says why and the job goes on with what still works.
+
+Known limit: a failed allocation is in the next record, within ``publish_interval``, and in the one at the end; with a
+process that is killed before that it is lost.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from torchmem import config
 from torchmem.counting import Counting, check_arguments, claim, release, slot_lock
 from torchmem.errors import BuildError, InstallError, StoreError
 from torchmem.model import REFTYPE_LABELS, Phase
-from torchmem.recorder import Step, device_books, identify, ring_columns
+from torchmem.recorder import Step, device_books, identify, oom_events, ring_columns
 from torchmem.wire import record as wire
 from torchmem.wire.publisher import Publisher
 from torchmem.wire.store import RankStore
@@ -80,6 +83,7 @@ class Monitor:
         self._ring: deque[Step] = deque(maxlen=RING_STEPS)
         self._facts: list[Any] = []
         self._facts_at = 0.0
+        self._known_ooms: tuple[int, dict[int, int], list[wire.OutOfMemory]] = (0, {}, [])
         self._rotated_at = time.monotonic()
         self._publisher: Publisher | None = None
         self._identity: wire.Identity | None = None
@@ -233,9 +237,11 @@ class Monitor:
 
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch's
             self._cuda_failure = self._native.attach_cuda()[:200]
-        num_ooms = self._native.counters()["num_ooms"]
         try:
-            self._facts = [device_facts(device, end, num_ooms) for device, _, end, _, _ in rows]
+            self._facts = [
+                device_facts(device, end, lambda device=device: self._ooms()[0].get(device, 0))  # type: ignore[misc]  # a default binds it
+                for device, _, end, _, _ in rows
+            ]
         except Exception as error:  # noqa: BLE001  # a driver that will not answer costs its figures, not the books
             self._lose_engine(f"device statistics: {type(error).__name__}: {error}")
             self._facts = [DeviceFacts(name=device_name(device)) for device, *_ in rows]
@@ -260,11 +266,22 @@ class Monitor:
             devices=[] if self._native is None else self._device_books(),
             ring=ring_columns(list(self._ring)),
             labelers=self._labeler_states(),
+            oom_events=[] if self._native is None else self._ooms()[1],
             counters={**counters, "num_failed_writes": self._publisher.num_failed if self._publisher else 0},
         )
 
     def _device_books(self) -> list[wire.Device]:
-        return device_books(self._facts, self._native.read_window(), self._native.checkpoint_peaks())
+        return device_books(self._facts, self._native.read_window(), self._native.checkpoint_peaks(), self._ooms()[0])
+
+    def _ooms(self) -> tuple[dict[int, int], list[wire.OutOfMemory]]:
+        """Failed allocations: how many by device, and the last; taken out of the engine when there is a new one."""
+        num_known, by_device, events = self._known_ooms
+        if self._native.counters()["num_ooms"] != num_known:
+            counts, last = self._native.ooms()
+            by_device = dict(counts)
+            events = oom_events(last, num_steps_before=1)  # install() ended a step that was none of the job's
+            self._known_ooms = (sum(by_device.values()), by_device, events)
+        return by_device, events
 
     def _tracker_seconds(self, counters: dict[str, int]) -> float:
         """Events as sampled, module hooks as calibrated when installed, labels and the ends of steps as measured."""

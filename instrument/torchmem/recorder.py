@@ -10,9 +10,11 @@ import os
 import platform
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+from msgspec import structs
 
 from torchmem import __version__
 from torchmem.engine.reconcile import DeviceFacts, device_name
@@ -67,6 +69,7 @@ def device_books(
     facts: Sequence[DeviceFacts],
     windows: Sequence[tuple[Any, ...]],
     checkpoint_peaks: Sequence[tuple[int, int, int]] = (),
+    num_ooms: Mapping[int, int] | None = None,
 ) -> list[wire.Device]:
     """The devices of a record.
 
@@ -74,7 +77,9 @@ def device_books(
         facts: by device, in the engine's order.
         windows: the engine's ``read_window``.
         checkpoint_peaks: the engine's, as (device, operation, bytes).
+        num_ooms: by device, allocations that failed until now, as the tap counted them.
     """
+    num_ooms = num_ooms or {}
     peaks: dict[int, dict[str, int]] = {}
     for device, operation, num_bytes in checkpoint_peaks:
         peaks.setdefault(device, {})[Operation(operation).label] = num_bytes
@@ -92,12 +97,51 @@ def device_books(
             other_bytes=fact.other_bytes,
             model=fact.model,
             uuid=fact.uuid,
-            allocator=fact.allocator,
+            allocator=_with_ooms(fact.allocator, num_ooms.get(device, 0) - fact.num_ooms_tapped),
             checkpoint_peaks=peaks.get(device, {}),
         )
         for fact, (device, usage_bytes, step_peak_bytes, peak_bytes, usage, step_peak, active_peak) in zip(
             facts, windows, strict=False
         )
+    ]
+
+
+def _with_ooms(allocator: wire.Allocator, num_new: int) -> wire.Allocator:
+    return structs.replace(allocator, num_ooms=allocator.num_ooms + num_new) if num_new > 0 else allocator
+
+
+def oom_events(events: Iterable[tuple[Any, ...]], num_steps_before: int) -> list[wire.OutOfMemory]:
+    """The failed allocations of a record.
+
+    Args:
+        events: the engine's.
+        num_steps_before: steps that the engine has ended before the job's first.
+    """
+    return [
+        wire.OutOfMemory(
+            number=number,
+            device=device_name(device),
+            time=time_of,
+            step=max(0, num_steps - num_steps_before),
+            phase=phase,
+            module=module,
+            reftype=reftype,
+            requested_bytes=requested_bytes,
+            held_bytes=held_bytes,
+            holders=holders,
+        )
+        for (
+            number,
+            device,
+            module,
+            reftype,
+            phase,
+            num_steps,
+            requested_bytes,
+            held_bytes,
+            time_of,
+            holders,
+        ) in events
     ]
 
 

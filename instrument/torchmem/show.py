@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import enum
 import math
-import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from torchmem.model import folded
 from torchmem.wire.ranks import RankView, printable
 from torchmem.wire.record import Device, Labeler, Record, unpack_cells
 
@@ -62,17 +62,10 @@ class Holders:
     """The rows of one book, largest first, and the sum of those left out; together they are the total."""
 
     shown: list[Holder]
-    num_others: int
+    num_others: int | None
+    """None where the record does not tell how many they are."""
     others_bytes: int
     total_bytes: int
-
-
-_INDEX = re.compile(r"(?<![^.])\d+(?![^.])")
-
-
-def folded(module: str) -> str:
-    """The name of all modules that differ only in their indices: ``layers.17.mlp`` is one of ``layers.*.mlp``."""
-    return _INDEX.sub("*", module)
 
 
 def holders(record: Record, device: Device, book: Book, by: By, top: int, *, fold: bool = False) -> Holders:
@@ -86,9 +79,14 @@ def holders(record: Record, device: Device, book: Book, by: By, top: int, *, fol
         top: rows shown; the rest are summed.
         fold: sum modules that differ only in their indices.
     """
+    return holders_of(record, device.step_peak if book is Book.PEAK else device.usage, by, top, fold=fold)
+
+
+def holders_of(record: Record, cells: bytes, by: By, top: int, *, fold: bool = False) -> Holders:
+    """Who holds the bytes of packed cells; arguments as of ``holders``."""
     names = [folded(name) for name in record.modules] if fold else record.modules
     sums: dict[tuple[str | None, str | None], int] = {}
-    for cell in unpack_cells(device.step_peak if book is Book.PEAK else device.usage):
+    for cell in unpack_cells(cells):
         module = None if by is By.REFTYPE else names[cell.module]
         reftype = None if by is By.MODULE else record.reftypes[cell.reftype]
         sums[module, reftype] = sums.get((module, reftype), 0) + cell.num_bytes
@@ -119,14 +117,15 @@ def as_data(views: list[RankView], book: Book, by: By, top: int) -> list[dict[st
             "disabled": {labeler.name: labeler.reason for labeler in _disabled(view.record)},
             "book": book.value,
             "devices": [
-                _device_data(device, holders(view.record, device, book, by, top)) for device in view.record.devices
+                device_data(device, holders(view.record, device, book, by, top)) for device in view.record.devices
             ],
         }
         for view in views
     ]
 
 
-def _device_data(device: Device, held: Holders) -> dict[str, Any]:
+def device_data(device: Device, held: Holders) -> dict[str, Any]:
+    """A device's totals and the rows of one of its books as plain data."""
     return {
         "device": device.name,
         "peak_bytes": device.peak_bytes,
@@ -135,6 +134,13 @@ def _device_data(device: Device, held: Holders) -> dict[str, Any]:
         "unattributed_bytes": device.unattributed_bytes,
         "limit_bytes": device.limit_bytes,
         "total_bytes": held.total_bytes,
+        **holders_data(held),
+    }
+
+
+def holders_data(held: Holders) -> dict[str, Any]:
+    """The rows as plain data."""
+    return {
         "holders": [
             {
                 "module": row.module,
@@ -166,11 +172,11 @@ def draw(console: Console, views: list[RankView], book: Book, by: By, top: int, 
         if not view.record.devices:
             console.print("  nothing is counted on this rank")
         for device in view.record.devices:
-            console.print(_device_heading(device))
+            console.print(device_heading(device))
             held = holders(view.record, device, book, by, top, fold=fold)
             if held.total_bytes:
                 console.print(f"  who holds the memory {book.description}:", style="italic")
-                console.print(Padding.indent(_table(held, by, console.encoding), 2))
+                console.print(Padding.indent(table(held, by, console.encoding), 2))
             else:
                 console.print("  no step has finished yet")
 
@@ -190,7 +196,8 @@ def _rank_heading(view: RankView) -> Text:
     )
 
 
-def _device_heading(device: Device) -> Text:
+def device_heading(device: Device) -> Text:
+    """A device's totals in one line."""
     from rich.text import Text
 
     figures = {
@@ -204,32 +211,37 @@ def _device_heading(device: Device) -> Text:
     return Text(f"  {printable(device.name)}: {text}")
 
 
-def _table(held: Holders, by: By, encoding: str) -> Table:
+def table(held: Holders, by: By, encoding: str) -> Table:
+    """The rows as a table, with bars of each one's share."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False)
+    drawn = Table(box=box.SIMPLE_HEAD, show_edge=False)
     names = [name for name in ("module", "reftype") if by in (By.BOTH, By(name))]
     for name in names:
-        table.add_column(name, overflow="fold", no_wrap=name == "reftype")
-    table.add_column("bytes", justify="right", no_wrap=True)
-    table.add_column("share", justify="right", no_wrap=True)
-    table.add_column("", no_wrap=True, min_width=BAR_CELLS)
+        drawn.add_column(name, overflow="fold", no_wrap=name == "reftype")
+    drawn.add_column("bytes", justify="right", no_wrap=True)
+    drawn.add_column("share", justify="right", no_wrap=True)
+    drawn.add_column("", no_wrap=True, min_width=BAR_CELLS)
 
     def add(labels: list[str], num_bytes: int, style: str = "") -> None:
         share = _share(num_bytes, held.total_bytes)
         cells = [*labels, binary(num_bytes), f"{share:.1%}", bar(share, encoding)]
-        table.add_row(*(Text(cell) for cell in cells), style=style)
+        drawn.add_row(*(Text(cell) for cell in cells), style=style)
 
     for row in held.shown:
         add([printable(name) for name in (row.module, row.reftype) if name is not None], row.num_bytes)
     blanks = [""] * (len(names) - 1)
-    if held.num_others:
-        add([f"({held.num_others} more)", *blanks], held.others_bytes, "dim")
-    table.add_section()
+    if held.num_others != 0:
+        add(
+            ["(the rest)" if held.num_others is None else f"({held.num_others} more)", *blanks],
+            held.others_bytes,
+            "dim",
+        )
+    drawn.add_section()
     add(["total", *blanks], held.total_bytes, "bold")
-    return table
+    return drawn
 
 
 def _share(num_bytes: int, total_bytes: int) -> float:

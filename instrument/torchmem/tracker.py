@@ -200,15 +200,10 @@ class MemTracker:
 
     def _attach_states(self, running: counting.Counting) -> None:
         self._states = StatesLabeler(running.native, self._model, self.memory_tracking, running.label_now)
-        try:
-            self._states.attach()
-        except Exception as error:  # noqa: BLE001  # a torch that changed costs the states, not the totals
-            self._states.hooks.fail(error)
+        running.add(self._states)
 
     def _stop(self) -> None:
         try:
-            if self._states is not None:
-                self._states.detach()
             if self._counting is not None:
                 if self._counting.owners is not None:
                     self._disown(self._counting)

@@ -3,7 +3,9 @@
 By the clock: how much longer a step takes with torchmem than without, on a launch-bound job (a transformer of width
 128, 12 layers, 2 ranks) under FSDP2, DDP, FSDP1, FSDP2 with activation checkpointing, or FSDP2 with compiled blocks,
 from blocks of steps run in turn within one process; beside it torch's FSDPMemTracker where it can, and the ratio of the
-bare job to itself, which is what the machine's noise makes of a true 1.
+bare job to itself, which is what the machine's noise makes of a true 1. By processor time: the same blocks, by what the
+process used of the processors, its publisher's thread and the communication's included, but not its waits for the
+other ranks, which are most of the noise.
 By account: what a step asks of torchmem (allocator events, hook calls, labels) times what each costs alone, as a share
 of the step. The clock shows what nobody thought to count, the account what is too small for the clock.
 """
@@ -32,7 +34,7 @@ from rich.table import Table
 import torchmem
 from jobs.account import Account, account
 from jobs.fsdp2 import Variant, fsdp2_job
-from jobs.interleave import Contestant, mean_over_ranks, ratio, time_rounds
+from jobs.interleave import Contestant, Times, mean_over_ranks, ratio, time_rounds
 from jobs.model import Job, Size
 from jobs.parallel import Ddp, Fsdp1, ddp_job, fsdp1_job
 from jobs.ranks import run_ranks
@@ -71,7 +73,7 @@ class Plan(NamedTuple):
 class Measured(NamedTuple):
     """What one rank brings home."""
 
-    rounds: list[dict[str, float]]
+    rounds: list[dict[str, Times]]
     bill: Account
 
 
@@ -115,10 +117,13 @@ def measure(_rank: int, _world_size: int, plan: Plan) -> Measured:
 
 def report(by_rank: list[Measured]) -> dict[str, Any]:
     """Everything that is printed, ready for JSON."""
-    rounds = mean_over_ranks([measured.rounds for measured in by_rank])
+    all_rounds = [measured.rounds for measured in by_rank]
+    rounds = mean_over_ranks(all_rounds, "wall")
+    processor = mean_over_ranks(all_rounds, "processor")
     bill = by_rank[0].bill
     return {
         "by_clock": {name: ratio(rounds, name, "bare")._asdict() for name in COMPARED if name in rounds[0]},
+        "by_processor": {name: ratio(processor, name, "bare")._asdict() for name in COMPARED if name in rounds[0]},
         "bare_step_seconds": statistics.median(times["bare"] for times in rounds),
         "by_account": {
             "items": [item._asdict() for item in bill.items],
@@ -141,11 +146,11 @@ def show(result: dict[str, Any]) -> None:
     """Prints the two tables."""
     console = Console()
     console.print(", ".join(f"{name} {value}" for name, value in result["environment"].items()))
-    clock = Table("by the clock", "step ratio", "95% interval", "pairs", title="step with / step without")
-    for name, interval in result["by_clock"].items():
-        bounds = f"{interval['low']:.4f} to {interval['high']:.4f}"
-        clock.add_row(name, f"{interval['median']:.4f}", bounds, str(interval["num_pairs"]))
-    console.print(clock, f"bare step: {1e3 * result['bare_step_seconds']:.1f} ms")
+    ratios = Table("", "by the clock", "95% interval", "by processor time", "95% interval", "pairs")
+    ratios.title = "step with / step without"
+    for name, by_clock in result["by_clock"].items():
+        ratios.add_row(name, *_cells(by_clock), *_cells(result["by_processor"][name]), str(by_clock["num_pairs"]))
+    console.print(ratios, f"bare step: {1e3 * result['bare_step_seconds']:.1f} ms")
     bill = result["by_account"]
     table = Table("by account", title="what a step asks of torchmem")
     for column in ("calls a step", "us each", "ms a step"):
@@ -160,6 +165,10 @@ def show(result: dict[str, Any]) -> None:
         f" {100 * bill['share_of_150_ms_step']:.2f}% of a 150 ms step;"
         f" beside it, on the publisher's thread, {1e3 * bill['record_seconds']:.2f} ms to make a record"
     )
+
+
+def _cells(interval: dict[str, float]) -> tuple[str, str]:
+    return f"{interval['median']:.4f}", f"{interval['low']:.4f} to {interval['high']:.4f}"
 
 
 def main() -> None:

@@ -26,9 +26,10 @@ from jobs.ranks import run_ranks
 from torchmem.model import Phase
 from torchmem.wire.record import Record, decode, encode
 from torchmem_exporter import catalog
+from torchmem_exporter.budget import Budget
 from torchmem_exporter.lifecycle import State
 from torchmem_exporter.reader import Rank, Snapshot
-from torchmem_exporter.samples import families
+from torchmem_exporter.sampler import Sampler
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -131,8 +132,10 @@ def test_peaks_reach_the_sidecar(tmp_path):
         record = decode(encode(monitor.snapshot()))
     rank = Rank("job/rank-0.record", record, State.RUNNING, has_memory=True)
     snapshot = Snapshot(taken_at=0.0, ranks=(rank,), rejections=(), num_errors={}, problem="")
-    samples = {family.metric: family.samples for family in families(snapshot)}[catalog.CHECKPOINT_PEAK]
-    assert samples == ((("job", "0", "cpu", "save"), books.cpu(record).usage_bytes),)
+    block = Sampler(Budget()).blocks(snapshot)[0]
+    (peaks,) = [series for series in block.series if series.metric is catalog.CHECKPOINT_PEAK]
+    assert peaks.labels == (("job", "0", "cpu", "save"),)
+    assert tuple(peaks.values) == (books.cpu(record).usage_bytes,)
 
 
 def test_making_missing_state_is_no_step(tmp_path):

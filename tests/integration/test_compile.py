@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import functools
+import gc
 import sys
+import threading
+import weakref
 from contextlib import contextmanager
 from types import ModuleType
 
@@ -22,6 +25,7 @@ import torchmem
 from jobs import compiled
 from jobs.compiled import BATCH, HOW, WIDTH, Case, Figures
 from jobs.ranks import run_alone
+from torchmem.labelers import compiled_steps as labeler
 from torchmem.model import OUTSIDE, ROOT, Phase
 from torchmem.validation import witness
 from torchmem.wire.record import unpack_cells
@@ -378,6 +382,109 @@ def test_graphs_compiled_meanwhile_are_given_back(monitored):
         compiled.step(parts)
     assert globals_of_graphs()
     assert all("torchmem" not in graph.__code__.co_filename for graph in globals_of_graphs().values())
+
+
+def test_a_compiled_model_that_is_dropped_is_freed(monitored):
+    """The graphs of a compiled function would live, with all they hold, until the next one is compiled."""
+    keeper = compiled.make(Case("nothing"))
+
+    def compile_and_drop():
+        model = compiled.make(Case("nothing")).model
+
+        def call(x):
+            return model(x)
+
+        torch.compile(call, backend=backend)(torch.randn(BATCH, WIDTH)).sum().backward()
+
+    def backend(graph, _inputs):
+        graphs.append(weakref.ref(graph))
+        return graph
+
+    graphs = []
+    with monitored(keeper.model, keeper.optimizer):
+        compile_and_drop()
+        torch._dynamo.reset()  # until then torch itself keeps it
+        gc.collect()
+        assert [graph() for graph in graphs] == [None]
+
+
+def test_an_optimizers_tensors_are_looked_at_once_a_step(monitored, monkeypatch):
+    """Each call of each compiled function would cost the reading of every parameter's state, twice."""
+    parts, read = compiled.make(Case("nothing")), []
+    versions = labeler._versions
+    monkeypatch.setattr(
+        labeler, "_versions", lambda one: (read.append(one) if one is parts.optimizer else None, versions(one))[1]
+    )
+    compiled.compile_(Case("function"), parts)
+    compiled.compile_(Case("step"), parts)
+    loss = torch.compile(lambda output: output.square().mean(), backend="eager")
+    with monitored(parts.model, parts.optimizer) as monitor:
+        for number in range(1, 5):
+            read.clear()
+            loss(parts.forward(torch.randn(BATCH, WIDTH))).backward()
+            parts.update()
+            assert monitor.snapshot().clock.step == number
+            assert len(read) == 1 + 3  # before the first call, after each
+
+
+@pytest.mark.parametrize("where", ["inside", "outside"])
+def test_half_a_step_is_none(where, monitored):
+    """A step that failed half-way would be counted when the next compiled function returns."""
+    parts = compiled.make(Case("nothing"))
+    look = torch.compile(lambda x: x + 1, backend="eager")
+
+    def fail_after_a_change():
+        with torch.no_grad():
+            for state in parts.optimizer.state.values():
+                state["step"] += 1
+        raise ValueError("theirs")
+
+    def update():
+        if where == "inside":
+            torch.compile(fail_after_a_change, backend="eager")()
+        else:
+            parts.optimizer.register_step_pre_hook(lambda *_: fail_after_a_change())
+            parts.optimizer.step()
+
+    with monitored(parts.model, parts.optimizer) as monitor:
+        compiled.step(parts)
+        look(torch.ones(1))
+        with pytest.raises(ValueError, match="theirs"):
+            update()
+        look(torch.ones(1))
+        assert monitor.snapshot().clock.step == 1
+
+
+def test_an_eager_step_beside_a_compiled_call(monitored):
+    """A thread in the middle of its optimizer's step would fail because another one calls a compiled function."""
+    parts, other = compiled.make(Case("nothing")), torch.optim.SGD(nn.Linear(2, 2).parameters())
+    look = torch.compile(lambda x: x + 1, backend="eager")
+    inside, may_go_on, failures = threading.Event(), threading.Event(), []
+
+    def wait(*_):
+        inside.set()
+        may_go_on.wait(30)
+
+    def step():
+        try:
+            other.step()
+        except RuntimeError as error:
+            failures.append(error)
+
+    with monitored(parts.model, parts.optimizer):
+        look(torch.ones(1))
+        handles = [optim.register_optimizer_step_pre_hook(hook) for hook in (wait, lambda *_: None)]
+        thread = threading.Thread(target=step)
+        thread.start()
+        try:
+            inside.wait(30)
+            look(torch.ones(1))
+        finally:
+            may_go_on.set()
+            thread.join()
+            for handle in handles:
+                handle.remove()
+    assert failures == []
 
 
 def count_calls(case_of, watcher):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import struct
 import tempfile
 import warnings
 from pathlib import Path
@@ -16,6 +17,7 @@ from torch.nn.modules.module import register_module_forward_hook
 import torchmem
 from jobs import books
 from jobs.ranks import run_alone, run_ranks
+from torchmem.model import Phase
 from torchmem.validation.rows import ROWS
 from torchmem.validation.workloads import Place, Workload
 
@@ -49,6 +51,8 @@ class After(NamedTuple):
 
     peak: books.Composition
     end: books.Composition
+    phases: int
+    """What happened in it, as ``Phase``."""
     loose: dict[str, int]
     stack_depth: int
     disabled: list[str]
@@ -158,7 +162,8 @@ def _run(workload: Workload, where: str) -> After:
     last = max(books.step_peaks(record))
     disabled = [f"{labeler.name}: {labeler.reason}" for labeler in record.labelers if not labeler.up]
     loose = {key: record.counters[key] for key in LOOSE}
-    return After(books.step_peaks(record)[last], books.step_ends(record)[last], loose, depth, disabled)
+    *_, (phases,) = struct.iter_unpack("<q", record.ring.phases)
+    return After(books.step_peaks(record)[last], books.step_ends(record)[last], phases, loose, depth, disabled)
 
 
 @pytest.fixture(scope="module")
@@ -171,6 +176,7 @@ def after() -> dict[tuple[str, str], After]:
 def test_the_next_steps_books_are_right(after, name, where):
     """One failed step would leave a label, a frame or a phase behind, and every later step be booked wrongly."""
     assert after[name, where] == after[name, ""]
+    assert after[name, where].phases == Phase.FORWARD | Phase.BACKWARD | Phase.OPTIMIZER
     assert after[name, where].loose == dict.fromkeys(LOOSE, 0)
     assert after[name, where].stack_depth == 0
     assert after[name, where].disabled == []

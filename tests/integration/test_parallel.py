@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import gc
+import tempfile
+import threading
 import warnings
+import weakref
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from torch.distributed.fsdp import fully_shard
 
+import torchmem
 from jobs.model import Transformer
 from jobs.parallel import DDP_VARIANTS, FSDP1_VARIANTS, SMALL, Ddp, Fsdp1, ddp_job, fsdp1_job
 from jobs.ranks import run_alone, run_ranks
@@ -145,3 +150,71 @@ def test_a_sharded_flat_parameter_is_gathered_whole(alone, before):
     replicated = alone["fsdp1_no_shard", before].steps[-1].peak
     assert replicated["parameter"] == parameter_bytes()
     assert "unsharded_parameter" not in replicated
+
+
+def look_at_buckets_in_a_hook(_rank: int, _world_size: int) -> list[int]:
+    """Trains with a communication hook in Python, during which another thread asks where the buckets are."""
+    job, found, threads = ddp_job(DDP_VARIANTS[0]), [], []
+
+    def hook(_state, bucket):  # DDP would take issue with annotations that are strings
+        asking = threading.Event()
+
+        def ask() -> None:
+            asking.set()
+            found.append(len(monitor._native.bucket_storages(job.model.reducer)))
+
+        threads.append(threading.Thread(target=ask))
+        threads[-1].start()
+        asking.wait()
+        threads[-1].join(0.2)  # it waits for the reducer, which waits for this hook
+        done = torch.futures.Future()
+        done.set_result(bucket.buffer())
+        return done
+
+    job.model.register_comm_hook(None, hook)
+    with tempfile.TemporaryDirectory() as folder, torchmem.install(job.model, job.optimizer, dir=folder) as monitor:
+        job.step()
+        for thread in threads:
+            thread.join()
+    return found
+
+
+def test_buckets_can_be_looked_at_during_a_hook_in_python():
+    """A backward in one thread and a forward in another would wait for each other for ever: the GIL, DDP's lock."""
+    for found in run_ranks(look_at_buckets_in_a_hook, 2, timeout=60.0):
+        assert found
+        assert len(set(found)) == 1
+
+
+def drop_a_model_with_methods_of_its_own(_rank: int, _world_size: int) -> tuple[bool, list[str]]:
+    """Whether a sharded model whose groups another tool has patched can go while it is watched; what went off."""
+
+    class Patched:
+        """What torch's own tracker leaves on a group."""
+
+        def __init__(self, group: object, name: str) -> None:
+            self.group, self.original = group, getattr(group, name)
+
+        def __call__(self, *args: object, **kwargs: object) -> object:
+            return self.original(*args, **kwargs)
+
+    model = Transformer(SMALL)
+    for block in model.blocks():
+        fully_shard(block)
+    fully_shard(model)
+    for module in (*model.blocks(), model):
+        for group in module._get_fsdp_state()._fsdp_param_groups:
+            for name in ("unshard", "wait_for_unshard", "pre_backward", "post_backward"):
+                setattr(group, name, Patched(group, name))
+    gone = weakref.ref(model)
+    with tempfile.TemporaryDirectory() as folder, torchmem.install(model, dir=folder) as monitor:
+        model(torch.zeros(2, SMALL.seq, dtype=torch.long)).sum().backward()
+        failures = [labeler.reason for labeler in monitor.snapshot().labelers if not labeler.up]
+        del model, module, group, block
+        gc.collect()
+        return gone() is None, failures
+
+
+def test_a_model_with_patched_groups_can_go():
+    """A sharded model that the job drops would stay, because the way back from our patches holds its groups."""
+    assert run_alone(drop_a_model_with_methods_of_its_own, 2) == (True, [])

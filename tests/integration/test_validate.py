@@ -24,6 +24,8 @@ pytestmark = pytest.mark.timeout(180)
 QUICK = ["fsdp2/multi-group/reshard/device/mixed", "ddp/copied", "fsdp1/full-shard/flat", "zoo/experts/plain"]
 NOT_HERE = {"plain/two-devices", "fsdp1/offload/flat", "fsdp1/offload/orig"}
 """Rows that need an accelerator; all others run on the CPU."""
+LONE = {"ddp/copied": "ok", "fsdp2/multi-group/reshard/device/full": "ok", "fsdp1/full-shard/orig": "skipped"}
+"""What becomes of a row on one rank."""
 SLOW_ROWS = [pytest.param(row.name, id=row.name) for row in ROWS]
 WIDE = ["fsdp2/hybrid/*", "tensor-parallel/*", "fsdp1/hybrid-*", "fsdp2/expert-per-rank"]
 PROGRAM = [sys.executable, "-W", "ignore", "-c", "import sys; from torchmem.cli import main; sys.exit(main())"]
@@ -46,6 +48,12 @@ def document(*arguments: str, timeout: float = 170.0) -> tuple[int, dict]:
 def quick() -> tuple[int, dict]:
     """A few rows, one of each kind."""
     return document("--steps", "2", *(f"--only={name}" for name in QUICK))
+
+
+@pytest.fixture(scope="module")
+def lone() -> tuple[int, dict]:
+    """Some rows on one rank."""
+    return document("--ranks", "1", "--steps", "2", *(f"--only={name}" for name in LONE))
 
 
 @pytest.fixture(scope="module")
@@ -89,6 +97,39 @@ def test_environment_is_told(quick):
     environment = quick[1]["environment"]
     assert (environment["torch"], environment["ranks"], environment["backend"]) == (torch.__version__, 2, "gloo")
     assert environment["device_name"]
+
+
+def test_one_rank_is_enough(lone):
+    """A machine with one device could validate nothing, or would pass rows that need two."""
+    status, found = lone
+    assert {row["name"]: row["status"] for row in found["rows"]} == LONE
+    assert [row["problems"] for row in found["rows"] if row["status"] == "skipped"] == [["needs 2 ranks, there is 1"]]
+    assert (status, found["environment"]["ranks"], found["remarks"]) == (0, 1, [])
+
+
+def test_nothing_but_skipped_rows_is_no_success():
+    """A script would take a host on which nothing could be validated for one that passed."""
+    ended = validate("--ranks", "1", "--only", "tensor-parallel/*")
+    assert (ended.returncode, ended.stderr) == (1, "")
+    assert "5 skipped\nnothing was validated: every row was skipped\n" in ended.stdout
+
+
+@pytest.mark.parametrize(
+    ("asked", "num_gpus", "expected"),
+    [
+        (None, 2, Machine("cuda", 2)),
+        (1, 2, Machine("cuda", 1)),
+        (8, 2, Machine("cuda", 2, "there are 2 GPUs: 2 of 8 ranks are run")),
+        (2, 1, Machine("cuda", 1, "there is one GPU: 1 of 2 ranks are run")),
+    ],
+)
+def test_fewer_ranks_than_asked_for_are_said(monkeypatch, asked, num_gpus, expected):
+    """The user would believe that eight ranks were validated on a machine with one GPU."""
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+    assert run.machine("cuda", asked) == expected
 
 
 class Quiet:
@@ -156,6 +197,21 @@ def test_rows_that_cannot_run_are_skipped(mishaps):
     assert mishaps["wide"].problems == ["needs 4 ranks, there is 2"]
     assert {mishaps["unable"].status, mishaps["wide"].status} == {"skipped"}
     assert run.is_right([mishaps["unable"], mishaps["wide"], mishaps["good"]])
+
+
+@pytest.mark.slow
+def test_ranks_that_cannot_start_cost_once():
+    """Each of a hundred rows would wait again for ranks that never come up, or not say why it was not run."""
+    options = run.Options(Machine("cpu", 2), bad_rows.ROWS[:3], 2, 0.001, table="jobs.bad_rows")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("GLOO_SOCKET_IFNAME", "no-such-interface")
+        first, *others = run.run(options, Quiet())
+    assert first.status == "failed"
+    (problem,) = first.problems
+    assert problem.startswith("the ranks cannot be started: rank ")
+    assert [(one.status, one.problems, one.seconds < 0.1) for one in others] == [
+        ("failed", [f"not run: {problem}"], True) for _ in others
+    ]
 
 
 def in_session(leader: int) -> list[int]:

@@ -1,7 +1,8 @@
 """Times one job under several watchers in turn, so that whatever else the machine does falls on all of them alike.
 
 A round runs one block of steps under each contestant, in an order drawn anew each round and the same on every rank; a
-ratio compares two blocks of one round. Invariants: contestants are put on and taken off between blocks by all ranks
+ratio compares two blocks of one round, by the clock on the wall or by the processor time of the process, which what
+other processes do disturbs less. Invariants: contestants are put on and taken off between blocks by all ranks
 together; the first steps of a block, and putting the watcher on and taking it off, are not timed.
 Known limits: a watcher's work that is done once in a while shows only if a block is long enough to meet it.
 """
@@ -36,6 +37,14 @@ class Contestant(NamedTuple):
     """Takes part in one round of so many."""
 
 
+class Times(NamedTuple):
+    """How long a step took, in seconds."""
+
+    wall: float
+    processor: float
+    """Of all threads of the process, those of the communication library among them."""
+
+
 class Interval(NamedTuple):
     """A median and the bounds of its 95% confidence interval."""
 
@@ -47,8 +56,8 @@ class Interval(NamedTuple):
 
 def time_rounds(
     job: Job, contestants: Sequence[Contestant], num_rounds: int, block_seconds: float
-) -> list[dict[str, float]]:
-    """Seconds per step of each contestant in each round, on this rank."""
+) -> list[dict[str, Times]]:
+    """Times per step of each contestant in each round, on this rank."""
     for _ in range(3):
         job.step()
     gc.collect()
@@ -68,10 +77,15 @@ def ratio(rounds: Sequence[dict[str, float]], name: str, baseline: str) -> Inter
     return Interval(statistics.median(ratios), medians[100], medians[-101], len(ratios))
 
 
-def mean_over_ranks(by_rank: Sequence[Sequence[dict[str, float]]]) -> list[dict[str, float]]:
-    """Joins what each rank timed: ranks of one step wait for each other, so their mean is the step."""
+def mean_over_ranks(by_rank: Sequence[Sequence[dict[str, Times]]], clock: str) -> list[dict[str, float]]:
+    """Joins what each rank timed: ranks of one step wait for each other, so their mean is the step.
+
+    Args:
+        by_rank: each rank's rounds.
+        clock: a field of ``Times``.
+    """
     return [
-        {name: statistics.fmean(times[name] for times in same_round) for name in same_round[0]}
+        {name: statistics.fmean(getattr(times[name], clock) for times in same_round) for name in same_round[0]}
         for same_round in zip(*by_rank, strict=True)
     ]
 
@@ -92,15 +106,16 @@ def _num_steps(job: Job, block_seconds: float) -> int:
     return int(wanted.item())
 
 
-def _time_block(job: Job, contestant: Contestant, num_steps: int) -> float:
+def _time_block(job: Job, contestant: Contestant, num_steps: int) -> Times:
     gc.collect()
     with contestant.watch(job) as before_step:
         for _ in range(NUM_WARM_STEPS):
             before_step()
             job.step()
         dist.barrier()
-        start = time.perf_counter()
+        start, processor_start = time.perf_counter(), time.process_time()
         for _ in range(num_steps):
             before_step()
             job.step()
-        return (time.perf_counter() - start) / num_steps
+        wall, processor = time.perf_counter() - start, time.process_time() - processor_start
+        return Times(wall / num_steps, processor / num_steps)

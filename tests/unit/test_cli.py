@@ -15,7 +15,7 @@ from rich.console import Console
 
 import small_records
 import torchmem
-from torchmem import cli, show
+from torchmem import cli, model, show
 from torchmem.engine import native
 from torchmem.errors import BuildError
 from torchmem.model import RefType
@@ -429,7 +429,7 @@ def test_every_reftype_has_a_name_to_show():
 )
 def test_only_indices_are_folded(name, folded):
     """A stack of layers would fill the table, or modules of different names become one."""
-    assert show.folded(name) == folded
+    assert model.folded(name) == folded
 
 
 def test_layers_are_summed_unless_asked_for(write, tmp_path, capsys):

@@ -440,6 +440,37 @@ def test_shared_and_handed_through_modules():
     assert counts["same"] == dict.fromkeys([*FORWARD, ModuleState.PEAK_FW], 1)
 
 
+def test_a_root_that_calls_itself():
+    """The inner call would end the outer one: its bytes be nobody's, its arguments inputs, its states be lost."""
+
+    class Tree(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(SIZE, SIZE)
+
+        def forward(self, x, depth):
+            made = self.layer(x)
+            kept.append(made)
+            return self(made, depth - 1) + made.exp() if depth else made
+
+    model, kept = Tree(), []
+    with torchmem.MemTracker(model) as tracker:
+        for _ in range(2):
+            kept.clear()
+            batch = torch.randn(ROWS, SIZE)
+            output = model(batch, 2)
+            now = held(tracker.get_tracker_snapshot())
+            output.sum().backward()
+        stats = tracker.memory_tracking[model]
+        assert {state: len(stats.snapshots[state]) for state in FORWARD} == dict.fromkeys(FORWARD, 6)
+        assert stats.input_mem == batch.nbytes
+        assert tracker._states._watches == set()
+        assert native.load().counters()["num_unmatched_pops"] == 0
+    assert now["Inputs"] == batch.nbytes
+    assert now["Activation"] >= 5 * batch.nbytes
+    assert "Other" not in now
+
+
 def test_in_place_models_still_train():
     """Hooks on tensors would break a model that works in place, or change its gradients."""
 

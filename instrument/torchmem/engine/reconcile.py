@@ -10,7 +10,8 @@ Limits: Linux. On CUDA the remainder holds the allocator's rounding (blocks of 5
 from __future__ import annotations
 
 import resource
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,8 @@ class DeviceFacts:
     other_bytes: int | None = None
     unattributed_bytes: int = 0
     allocator: Allocator = Allocator()  # noqa: RUF009  # frozen
+    num_ooms_tapped: int = 0
+    """Of the failed allocations that the tap has counted, those that the allocator's statistics hold already."""
 
 
 def device_name(device: int) -> str:
@@ -38,13 +41,13 @@ def device_name(device: int) -> str:
     return "cpu" if device == 0 else f"cuda:{device - 1}"
 
 
-def device_facts(device: int, booked_bytes: int, num_ooms: int) -> DeviceFacts:
+def device_facts(device: int, booked_bytes: int, num_ooms_tapped: Callable[[], int]) -> DeviceFacts:
     """Facts of a device in the engine's numbering: 0 is the CPU, 1 + i ``cuda:i``.
 
     Args:
         device: the device.
         booked_bytes: what the books say is alive on it, at the same moment.
-        num_ooms: allocations that failed, as the tap counted them.
+        num_ooms_tapped: allocations that failed on it, as the tap counts them.
     """
     if device == 0:
         resident = _resident_bytes()
@@ -52,9 +55,9 @@ def device_facts(device: int, booked_bytes: int, num_ooms: int) -> DeviceFacts:
             name=device_name(device),
             limit_bytes=_host_limit_bytes(),
             other_bytes=None if resident is None else max(0, resident - booked_bytes),
-            allocator=Allocator(num_ooms=num_ooms),
         )
-    return _cuda_facts(device - 1, booked_bytes)
+    # The tap is asked last: a failure meanwhile is then missing for a moment, and not counted twice.
+    return replace(_cuda_facts(device - 1, booked_bytes), num_ooms_tapped=num_ooms_tapped())
 
 
 def _cuda_facts(index: int, booked_bytes: int) -> DeviceFacts:

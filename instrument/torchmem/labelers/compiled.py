@@ -7,7 +7,7 @@ is: the module that holds the parameters among them, or an optimizer's step, whe
 both there. And a compiled optimizer step runs no hooks: that it stepped is seen by the versions of its state's
 tensors before and after the outermost compiled call.
 
-torch guards compiled optimizer steps on its tables of global optimizer hooks, so ours are taken out of them meanwhile.
+torch guards compiled optimizer steps on its tables of global optimizer hooks, so ours are hidden there meanwhile.
 
 Private torch interfaces used, checked on attach: ``torch._dynamo.eval_frame._maybe_set_eval_frame``,
 ``torch._dynamo.output_graph.OutputGraph.install_global_unsafe``, ``Optimizer._patch_step_function``.
@@ -15,18 +15,17 @@ Private torch interfaces used, checked on attach: ``torch._dynamo.eval_frame._ma
 Invariants: Dynamo compiles the same frames, breaks at the same places and recompiles as often as without; a wrapped
 graph runs exactly once, with its own result or exception; after ``detach`` the globals hold torch's own functions.
 
-Limits: what an optimizer that torch.compile cannot compile (LBFGS) allocates inside a compiled function is not told
-from the rest; while one thread is in a compiled function, eager optimizer steps of others end no step; two steps of one
-optimizer inside one compiled call count as one; a step that ends in an exception counts for none; graphs that
-torch.compile does not keep in globals (ahead-of-time compiled ones) count for the module around them.
+Limits: what changes an optimizer's state in place between two compiled calls of one step, and is no step, counts as one
+when the second returns; what an optimizer that torch.compile cannot compile (LBFGS) allocates inside a compiled
+function is not told from the rest; while one thread is in a compiled function, eager optimizer steps of others end no
+step; two steps of one optimizer inside one compiled call count as one; a step that ends in an exception counts for
+none; graphs that torch.compile does not keep in globals (ahead-of-time compiled ones) count for the module around them.
 """
 
 from __future__ import annotations
 
 import functools
-import gc
 import sys
-import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from types import CellType, FunctionType, MethodType
@@ -34,10 +33,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.optim import Optimizer
+from torch.optim import optimizer as torch_optimizer
 
-from torchmem.labelers.frames import Frame, ModuleFrames, skip_in_dynamo
+from torchmem.labelers import step_hooks
+from torchmem.labelers.call_patch import skip_in_dynamo
+from torchmem.labelers.compiled_steps import CompiledSteps, open_depth
+from torchmem.labelers.frames import Frame, ModuleFrames
 from torchmem.labelers.hooks import HookSet
-from torchmem.labelers.optimizer import OptimizerLabeler, num_running_steps
+from torchmem.labelers.optimizer import OptimizerLabeler
 from torchmem.labelers.owners import ROOT_OWNER, OwnerTable, storages
 from torchmem.model import OUTSIDE_OWNER, RefType
 
@@ -70,8 +73,7 @@ class CompiledLabeler:
     ) -> None:
         self.hooks = HookSet(self.name)
         self._graphs = _Graphs(native, owners, frames, optimizers, self.hooks)
-        self._steps = _CompiledSteps(native, optimizers)
-        self._optimizers = optimizers
+        self._steps = CompiledSteps(native, optimizers, self.hooks)
 
     def attach(self) -> None:
         """Wraps the graphs that exist and those to come.
@@ -86,10 +88,11 @@ class CompiledLabeler:
             (eval_frame, "_maybe_set_eval_frame"),
             (output_graph.OutputGraph, "install_global_unsafe"),
             (Optimizer, "_patch_step_function"),
+            *((torch_optimizer, name) for name in step_hooks.TABLES),
         ):
             if not hasattr(owner, name):
                 raise AttributeError(f"torch {torch.__version__} has no {name}")
-        self.hooks.on_off(self._optimizers.show_hooks)
+        self.hooks.on_off(self._steps.show_hooks)
         self.hooks.patch(output_graph.OutputGraph, "install_global_unsafe", self._graphs.wrapped_when_installed)
         self.hooks.patch(eval_frame, "_maybe_set_eval_frame", self._watched)
         self.hooks.patch(Optimizer, "_patch_step_function", self._steps.noted_when_made)
@@ -118,12 +121,14 @@ class CompiledLabeler:
 
 
 class _Kept(NamedTuple):
-    """A wrapped graph and where Dynamo keeps it."""
+    """A wrapped graph and where Dynamo keeps it; lies on the wrapper, so that nothing else keeps them alive."""
 
     scope: dict[str, Any]
     name: str
-    wrapper: Any
     original: Any
+
+
+_KEPT = "torchmem_kept"
 
 
 class _Graphs:
@@ -142,7 +147,7 @@ class _Graphs:
         self._frames = frames
         self._optimizers = optimizers
         self._hooks = hooks
-        self._kept: list[_Kept] = []
+        self._wrappers: weakref.WeakSet[Callable[..., Any]] = weakref.WeakSet()
 
     def wrap_existing(self) -> None:
         """Wraps the graphs that were compiled before, in the globals of any module."""
@@ -167,31 +172,28 @@ class _Graphs:
 
     def unwrap(self) -> None:
         """Puts the graphs back as they were."""
-        for kept in self._kept:
-            if kept.scope.get(kept.name) is kept.wrapper:
+        for wrapper in list(self._wrappers):
+            kept: _Kept = vars(wrapper)[_KEPT]
+            if kept.scope.get(kept.name) is wrapper:
                 kept.scope[kept.name] = kept.original
-        self._kept.clear()
+        self._wrappers.clear()
 
     def _wrap(self, scope: dict[str, Any], name: str) -> None:
         original = scope[name]
         if not callable(original):
             return
-        self._kept = [kept for kept in self._kept if kept.name in kept.scope]  # torch drops what it no longer runs
         wrapper = self._labelled(original)
+        vars(wrapper)[_KEPT] = _Kept(scope, name, original)
+        self._wrappers.add(wrapper)
         scope[name] = wrapper
-        self._kept.append(_Kept(scope, name, wrapper, original))
 
     def _labelled(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        hooks, native = self._hooks, self._native
-        drop_stale_labels = self._optimizers.drop_stale_labels
+        hooks = self._hooks
         run: Callable[..., Any] | None = None
 
         def graph(*args: Any, **kwargs: Any) -> Any:
             nonlocal run
-            if not hooks.active:
-                return original(*args, **kwargs)
-            drop_stale_labels()
-            if _open_depth(native):  # a module's frame, or a label, is open: its bytes are known
+            if not hooks.active or self._is_known():
                 return original(*args, **kwargs)
             if run is None:  # whose a graph is does not change
                 run = self._runner(original, args)
@@ -200,6 +202,15 @@ class _Graphs:
         skip_in_dynamo(graph, recursive=True)
         return graph
 
+    def _is_known(self) -> bool:
+        """Whether a module's frame, or a label, is open: it says whose the bytes are."""
+        try:
+            self._optimizers.drop_stale_labels()
+            return bool(open_depth(self._native))
+        except Exception as error:  # noqa: BLE001  # nothing of ours may reach the training loop
+            self._hooks.fail(error)
+            return True
+
     def _runner(self, original: Callable[..., Any], args: tuple[Any, ...]) -> Callable[..., Any]:
         try:
             # Those that Dynamo takes to stay at their addresses, as after a compiled step, are no arguments.
@@ -207,12 +218,12 @@ class _Graphs:
             if _has_parameter_and_gradient(tensors):
                 return functools.partial(self._run_step, original)
             owner = self._owner_of(tensors)
+            if owner == OUTSIDE_OWNER:
+                return original
+            frames = [self._frames.frame_of(one) for one in dict.fromkeys((ROOT_OWNER, owner))]
         except Exception as error:  # noqa: BLE001  # as above
             self._hooks.fail(error)
-            owner = OUTSIDE_OWNER
-        if owner == OUTSIDE_OWNER:
             return original
-        frames = [self._frames.frame_of(one) for one in dict.fromkeys((ROOT_OWNER, owner))]
         return functools.partial(self._run_forward, original, frames)
 
     def _run_step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -266,13 +277,6 @@ class _Graphs:
         return found
 
 
-def _open_depth(native: Any) -> int:
-    """How many frames and labels are open on this thread; pushing one takes away those of a backward that ended."""
-    depth: int = native.push_label(OUTSIDE_OWNER, RefType.OTHER)
-    native.cut_stack(depth)
-    return depth
-
-
 def _has_parameter_and_gradient(tensors: dict[int, torch.Tensor]) -> bool:
     parameters = (t for t in tensors.values() if isinstance(t, torch.nn.Parameter))
     return any(p.grad is not None and id(p.grad) in tensors for p in parameters)
@@ -299,91 +303,3 @@ def _held_by(graph: Callable[..., Any]) -> Iterator[torch.Tensor]:
             waiting += [one.func, *one.args]
         elif isinstance(one, FunctionType):
             waiting += [cell.cell_contents for cell in one.__closure__ or () if cell != _EMPTY_CELL]
-
-
-_NO_TENSOR = -1
-
-
-class _Versions(NamedTuple):
-    """How often tensors of an optimizer were changed in place."""
-
-    state: list[int]
-    """The first tensor of each parameter's state."""
-    parameters: list[int]
-    """The parameters, where there is no state."""
-
-
-class _Call(NamedTuple):
-    """The outermost compiled call that runs on a thread."""
-
-    frame: int
-    error: BaseException | None
-    before: dict[Optimizer, _Versions]
-
-
-class _CompiledSteps:
-    """Notices that an optimizer stepped inside a compiled call."""
-
-    def __init__(self, native: Any, optimizers: OptimizerLabeler) -> None:
-        self._native = native
-        self._labeler = optimizers
-        self._known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        self._found = False
-        self._thread = threading.local()
-
-    def noted_when_made(self, original: Callable[..., None]) -> Callable[..., None]:
-        """Around what every new or unpickled optimizer runs."""
-
-        def _patch_step_function(optimizer: Optimizer) -> None:
-            original(optimizer)
-            self._known.add(optimizer)
-
-        return _patch_step_function
-
-    def enter(self, frame: int) -> None:
-        """A compiled call begins."""
-        if getattr(self._thread, "call", None) is not None:
-            return
-        self._labeler.drop_stale_labels()
-        if _open_depth(self._native) or num_running_steps():
-            return  # inside a module's forward or an eager step, which is going through its hooks
-        self._labeler.hide_hooks()
-        before = {optimizer: _versions(optimizer) for optimizer in self._optimizers()}
-        self._thread.call = _Call(frame, sys.exc_info()[1], before)
-
-    def leave(self, frame: int) -> None:
-        """A compiled call ends."""
-        call: _Call | None = getattr(self._thread, "call", None)
-        if call is None or call.frame != frame:
-            return
-        self._thread.call = None
-        self._labeler.show_hooks()
-        if sys.exc_info()[1] is not call.error:
-            return
-        for optimizer in self._optimizers():
-            if _has_stepped(call.before.get(optimizer, _Versions([], [])), _versions(optimizer)):
-                self._labeler.stepped(optimizer)
-
-    def _optimizers(self) -> Iterator[Optimizer]:
-        if not self._found:  # once, and only in a job that compiles: it looks at every object there is
-            self._found = True
-            self._known.update(o for o in gc.get_objects() if issubclass(type(o), Optimizer))
-        return iter(list(self._known))
-
-
-def _versions(optimizer: Optimizer) -> _Versions:
-    state = [_first_version(v.values() if isinstance(v, dict) else (v,)) for v in optimizer.state.values()]
-    if any(version != _NO_TENSOR for version in state):
-        return _Versions(state, [])
-    return _Versions([], [_first_version((p,)) for group in optimizer.param_groups for p in group["params"]])
-
-
-def _first_version(values: Iterable[Any]) -> int:
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            return value._version  # noqa: SLF001  # torch's count of changes in place
-    return _NO_TENSOR
-
-
-def _has_stepped(before: _Versions, now: _Versions) -> bool:
-    return now.state != before.state if now.state else now.parameters != before.parameters

@@ -93,6 +93,7 @@ class Fsdp1Labeler:
         self.hooks.close()
         for handle in self._handles:
             vars(handle).pop("_torchmem", None)
+        for handle in self._handles:
             for tensor, _ in _lasting_tensors(handle):
                 for storage in storages(tensor):
                     self._native.disown(storage._cdata)  # noqa: SLF001  # the address of the StorageImpl

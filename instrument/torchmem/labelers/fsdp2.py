@@ -23,7 +23,6 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
-from types import MethodType
 from typing import Any
 
 import torch
@@ -100,13 +99,14 @@ class Fsdp2Labeler:
             self.hooks.patch(FSDPParamGroup, name, partial(self._labelled, name))
             for group in self._groups:
                 if name in vars(group):
-                    self.hooks.patch(group, name, partial(self._labelled_bound, name, group))
+                    self.hooks.patch_own(group, name, partial(self._label_call, name))
 
     def detach(self) -> None:
         """Takes the patches off."""
         self.hooks.close()
         for group in self._groups:
             vars(group).pop("_torchmem", None)
+        for group in self._groups:
             for tensor, _ in _unsharded_storage(group, self._owners):
                 self._native.disown(tensor.untyped_storage()._cdata)  # noqa: SLF001  # the address of the StorageImpl
             for parameter in group.fsdp_params:
@@ -143,17 +143,16 @@ class Fsdp2Labeler:
             self._native.adopt(storage._cdata, owner, RefType.UNSHARDED_PARAMETER)  # noqa: SLF001  # as above
 
     def _labelled(self, name: str, original: Any) -> Any:
-        reftype, gradients_before, parameters_after = _LABELS[name]
-        after = {"wait_for_unshard": self._remember_unsharded, "post_backward": self._after_post_backward}.get(name)
-        call = self._native.make_label_call(
-            original, self._target, after, self.hooks.fail, reftype, gradients_before, parameters_after
-        )
+        call = self._label_call(name, original)
         self.hooks.on_off(call.disable)
         return call
 
-    def _labelled_bound(self, name: str, group: Any, original: Any) -> Any:
-        # A bound method is called without the group, which the label needs.
-        return MethodType(self._labelled(name, lambda _group, *args, **kwargs: original(*args, **kwargs)), group)
+    def _label_call(self, name: str, original: Any) -> Any:
+        reftype, gradients_before, parameters_after = _LABELS[name]
+        after = {"wait_for_unshard": self._remember_unsharded, "post_backward": self._after_post_backward}.get(name)
+        return self._native.make_label_call(
+            original, self._target, after, self.hooks.fail, reftype, gradients_before, parameters_after
+        )
 
     def _target(self, group: Any) -> Any:
         """What the engine knows of a group, left on it where it is quickly found."""

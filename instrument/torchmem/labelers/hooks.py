@@ -11,7 +11,9 @@ import functools
 import logging
 import sys
 import time
+import weakref
 from collections.abc import Callable
+from types import MethodType
 from typing import Any, Protocol
 
 import torch
@@ -19,6 +21,8 @@ import torch
 logger = logging.getLogger("torchmem")
 
 _MISSING = object()
+_ORIGINALS = "_torchmem_originals"
+"""Attribute of an object that had methods of its own replaced."""
 
 
 class Removable(Protocol):
@@ -48,7 +52,8 @@ class GuardedHook:
         try:
             self._function(*args, **kwargs)
         except Exception as error:  # noqa: BLE001  # nothing of ours may reach the training loop
-            self._hooks.fail(error)
+            if self._hooks.active:  # else another thread has closed it meanwhile: what it needs may be gone
+                self._hooks.fail(error)
         self._hooks.seconds += time.perf_counter() - began
 
     def __deepcopy__(self, _memo: dict[int, Any]) -> GuardedHook:
@@ -106,7 +111,6 @@ class HookSet:
         original = getattr(owner, name)
         found = vars(owner).get(name, _MISSING)
         wrapper = make(original)
-        setattr(owner, name, wrapper)
 
         def restore() -> None:
             # Somebody may have wrapped us since: theirs stays, and ours, inactive, only passes through.
@@ -117,7 +121,21 @@ class HookSet:
             else:
                 setattr(owner, name, found)
 
-        self._undo.append(restore)
+        self._undo.append(restore)  # first: an interrupt may come in between
+        setattr(owner, name, wrapper)
+
+    def patch_own(self, owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        """Replaces a method that one object has of its own, which is called without the object; keeps nothing alive.
+
+        What ``make`` returns is called with the object first, and runs what it was given exactly once. Where it has a
+        ``disable``, that is called when the labeler fails or is closed.
+        """
+        own = _Own(weakref.ref(owner), name, f"{self.labeler}.{name}")
+        bound = own.bind(make(own.call_original), owner)
+        self._undo.append(own.restore)
+        self._disable.append(own.disable)
+        vars(owner).setdefault(_ORIGINALS, {})[own.key] = vars(owner)[name]
+        setattr(owner, name, bound)
 
     def on_off(self, disable: Callable[[], None]) -> None:
         """Registers what must be switched off when the labeler fails or is closed."""
@@ -134,5 +152,55 @@ class HookSet:
                 self.fail(error)
 
     def _switch_off(self) -> None:
-        while self._disable:
-            self._disable.pop()()
+        while True:
+            try:
+                disable = self._disable.pop()
+            except IndexError:  # also where another thread took the last one
+                return
+            try:
+                disable()
+            except Exception:  # a hook that fails is calling, or the rest must still be undone
+                logger.warning("labeler %s cannot be switched off in full", self.labeler, exc_info=True)
+
+
+class _Own:
+    """A method of one object's own that was replaced.
+
+    The original lies on the object beside its replacement: nothing else could hold it without the object.
+    """
+
+    def __init__(self, owner: weakref.ref[Any], name: str, key: str) -> None:
+        self.key = key
+        self._owner = owner
+        self._name = name
+        self._bound: Callable[[], MethodType | None] = _nothing
+
+    def bind(self, function: Callable[..., Any], owner: Any) -> MethodType:
+        """The replacement."""
+        bound = MethodType(function, owner)
+        self._bound = weakref.ref(bound)
+        return bound
+
+    def call_original(self, owner: Any, *args: Any, **kwargs: Any) -> Any:
+        """What the replacement calls."""
+        return vars(owner)[_ORIGINALS][self.key](*args, **kwargs)
+
+    def restore(self) -> None:
+        """As ``HookSet.patch`` does."""
+        owner, bound = self._owner(), self._bound()
+        if owner is None or bound is None or vars(owner).get(self._name) is not bound:
+            return
+        originals = vars(owner)[_ORIGINALS]
+        setattr(owner, self._name, originals.pop(self.key))
+        if not originals:
+            del vars(owner)[_ORIGINALS]
+
+    def disable(self) -> None:
+        """Switches the replacement off, where it can be."""
+        bound = self._bound()
+        if bound is not None and hasattr(bound.__func__, "disable"):
+            bound.__func__.disable()
+
+
+def _nothing() -> None:
+    """There is none yet."""

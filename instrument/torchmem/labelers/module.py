@@ -92,9 +92,10 @@ class ModuleLabeler:
 
     def label_held(self) -> None:
         """Names the parameters, gradients and buffers that the modules hold now."""
-        if self._held is None:
+        held = self._held  # another thread may be closing
+        if held is None:
             return
-        self._held.relabel()
+        held.relabel()
         if self._has_subclasses:
             self._label_subclasses()
 
@@ -127,6 +128,8 @@ class ModuleLabeler:
             self._native.relabel(plain._cdata, owner, reftype)  # noqa: SLF001  # the address of the TensorImpl
 
     def _root_pre_forward(self, _module: nn.Module, args: Any, kwargs: Any) -> None:
+        if self.frames.is_root_inside_itself():  # no new iteration, and its arguments are activations
+            return
         self._before_forward()
         for tensor in tensors_in((args, kwargs)):
             if not isinstance(tensor, nn.Parameter):

@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from torchmem.labelers.hooks import HookSet
 from torchmem.labelers.owners import OwnerTable, storages, tensors_in
+from torchmem.labelers.step_hooks import StepHooks
 from torchmem.model import OUTSIDE_OWNER, RefType
 
 
@@ -35,6 +35,10 @@ class OptimizerLabeler:
         optimizer: the one whose step ends a step; None for the first that steps.
         label_held: names the parameters and gradients that the model holds now.
         on_step: called after that optimizer has stepped.
+
+    Attributes:
+        step_hooks: the global hooks, once attached.
+        num_steps_seen: grows with each step that begins or ends, of any optimizer.
     """
 
     name = "optimizer"
@@ -55,21 +59,15 @@ class OptimizerLabeler:
         self._on_step = on_step
         self._thread = threading.local()
         self._seen: weakref.WeakKeyDictionary[Optimizer, tuple[int, int]] = weakref.WeakKeyDictionary()
-        self._global_hooks: list[tuple[Any, int, Any]] = []
+        self.step_hooks: StepHooks | None = None
+        self.num_steps_seen = 0
 
     def attach(self) -> None:
         """Books the state that exists and puts the hooks on."""
         optimizer = None if self._anchor is None else self._anchor()
         if optimizer is not None:
             self._label_state(optimizer)
-        for register, function in (
-            (register_optimizer_step_pre_hook, self._before_step),
-            (register_optimizer_step_post_hook, self._after_step),
-        ):
-            hook = self.hooks.guarded(function)
-            handle = register(hook)
-            self.hooks.add(handle)
-            self._global_hooks.append((handle.hooks_dict_ref(), handle.id, hook))
+        self.step_hooks = StepHooks(self.hooks, self._before_step, self._after_step)
 
     def detach(self) -> None:
         """Takes the hooks off and gives the state's storages their own deleters back."""
@@ -89,17 +87,6 @@ class OptimizerLabeler:
                 self._label_state(optimizer)
         except Exception as error:  # noqa: BLE001  # nothing of ours may reach the training loop
             self.hooks.fail(error)
-
-    def hide_hooks(self) -> None:
-        """Takes the hooks out of torch's tables: compiled steps are guarded on them."""
-        for table, key, _ in self._global_hooks:
-            table.pop(key, None)
-
-    def show_hooks(self) -> None:
-        """Puts them back."""
-        if self.hooks.active:
-            for table, key, hook in self._global_hooks:
-                table[key] = hook
 
     @property
     def _open(self) -> list[int]:
@@ -123,6 +110,7 @@ class OptimizerLabeler:
             self._native.cut_stack(self._open.pop())
 
     def _before_step(self, _optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        self.num_steps_seen += 1
         if self._open:
             self._cut_to(num_running_steps() - 1)  # this one runs too
         self.label_held()
@@ -134,6 +122,7 @@ class OptimizerLabeler:
 
     def stepped(self, optimizer: Optimizer) -> None:
         """What follows each step, eager or compiled."""
+        self.num_steps_seen += 1
         self._label_state(optimizer)
         if (self._anchor is None or self._anchor() is None) and self._trains_model(optimizer):
             self._anchor = weakref.ref(optimizer)

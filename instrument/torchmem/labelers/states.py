@@ -29,7 +29,6 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, MutableMapping
-from types import MethodType
 from typing import Any
 
 import torch
@@ -105,6 +104,7 @@ class StatesLabeler:
         self._wrappers: weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]] = weakref.WeakKeyDictionary()
         self._wrapped: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._num_groups: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+        self._module_calls: ModuleCalls | None = None
         self._thread = threading.local()
         self._watches: set[int] = set()
         self._open: list[_Backward] = []
@@ -122,7 +122,7 @@ class StatesLabeler:
         for module in (module for group in groups for module in group.modules if module in self._names):
             self._num_groups[module] = self._num_groups.get(module, 0) + 1
         before, after = self.hooks.guarded(self._before_call), self.hooks.guarded(self._after_call)
-        ModuleCalls(before, after, self._names.__contains__).attach(self.hooks)
+        self._module_calls = ModuleCalls(self.hooks, before, after, self._names.__contains__)
         if groups:
             self._hook_fsdp2()
             self._patch_fsdp2(groups)
@@ -146,7 +146,8 @@ class StatesLabeler:
             self._inner_pre_forward(module, self._now())
 
     def _begin_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if module is self._model:  # not at another thread's first forward: it may belong to one that runs
+        # Not at another thread's first forward, which may belong to one that runs, nor where the root calls itself.
+        if module is self._model and not self._is_inside_itself(module):
             self._drop_everything()
         stats = self._stats_of(module)
         stats.input_mem = storage_bytes(tensors_in((args, kwargs)))
@@ -158,6 +159,9 @@ class StatesLabeler:
             self._inner_pre_forward(module, packed)
         if torch.is_grad_enabled() and not self._is_fsdp(module):
             self._hook_inputs(call, tensors_in((args, kwargs)))
+
+    def _is_inside_itself(self, module: nn.Module) -> bool:
+        return bool(self._calls) and self._module_calls is not None and self._module_calls.is_inside_itself(module)
 
     def _after_call(self, module: nn.Module, output: Any) -> None:
         if module not in self._names:
@@ -317,8 +321,7 @@ class StatesLabeler:
         for group in groups:  # torch's own tracker leaves methods on them
             for name, around in (("pre_backward", self._around_pre), ("post_backward", self._around_post)):
                 if name in vars(group):
-                    make = functools.partial(_bound, around(lambda group, *_: group.modules), group)
-                    self.hooks.patch(group, name, make)
+                    self.hooks.patch_own(group, name, around(lambda group, *_: group.modules))
 
     def _patch_fsdp1(self) -> None:
         from torch.distributed.fsdp import _runtime_utils
@@ -437,8 +440,3 @@ def _wrapped_module(module: nn.Module) -> nn.Module | None:
         ddp_inner: nn.Module = module.module
         return ddp_inner
     return None
-
-
-def _bound(make: Callable[..., Any], group: Any, original: Any) -> Any:
-    """A patch of a method that one group has of its own, which is called without the group."""
-    return MethodType(make(functools.wraps(original)(lambda _group, *args, **kwargs: original(*args, **kwargs))), group)

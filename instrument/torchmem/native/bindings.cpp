@@ -300,6 +300,7 @@ PyMethodDef functions[] = {{"reset", py_reset, METH_O, nullptr},
                            {"read_window", py_read_window, METH_NOARGS, nullptr},
                            {"rotate_windows", py_rotate_windows, METH_NOARGS, nullptr},
                            {"counters", py_counters, METH_NOARGS, nullptr},
+                           {"ooms", py_ooms, METH_NOARGS, nullptr},
                            {nullptr, nullptr, 0, nullptr}};
 
 PyModuleDef module = {PyModuleDef_HEAD_INIT, "torchmem_native", nullptr, -1, functions, nullptr, nullptr, nullptr, nullptr};

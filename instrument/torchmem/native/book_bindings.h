@@ -126,8 +126,10 @@ inline PyObject* py_counters(PyObject*, PyObject*) {
   Counters books;
   TapCounters tap;
   size_t num_blocks;
+  uint64_t num_ooms;
   {
     LockedLedger ledger;
+    num_ooms = ledger.ooms().total();
     books = ledger->counters;
     tap = ledger.tap_counters();
     num_blocks = ledger->num_blocks();
@@ -138,8 +140,41 @@ inline PyObject* py_counters(PyObject*, PyObject*) {
                        books.num_unknown_frees, "num_double_allocations", books.num_double_allocations,
                        "num_unmatched_pops", books.num_unmatched_pops, "num_ignored_devices",
                        books.num_ignored_devices, "num_hook_calls", tap.num_hook_calls, "event_nanoseconds",
-                       tap.event_nanoseconds, "num_ooms", tap.num_ooms,
+                       tap.event_nanoseconds, "num_ooms", num_ooms,
                        "num_live_blocks", static_cast<unsigned long long>(num_blocks));
+}
+
+// ([(device, failures), ...], [(number, device, owner, reftype, phase, steps ended, bytes asked for, bytes held, Unix
+// seconds, cells), ...]), oldest first; the cells of all but the last are the largest.
+inline PyObject* py_ooms(PyObject*, PyObject*) {
+  std::vector<OutOfMemory> events;
+  std::vector<std::pair<uint32_t, uint64_t>> counts;
+  {
+    LockedLedger ledger;
+    events = ledger.ooms().kept();
+    for (uint32_t id = 0; id < kMaxDeviceIds; ++id) {
+      if (const uint64_t number = ledger.ooms().of_device(id)) counts.emplace_back(id, number);
+    }
+  }
+  for (size_t i = 0; i + 1 < events.size(); ++i) keep_largest(events[i].holders, Ooms::kHoldersOfOlder);
+  PyObject* by_device = PyList_New(0);
+  for (const auto& [id, number] : counts) {
+    if (by_device == nullptr) break;
+    by_device = append(by_device, Py_BuildValue("IK", id, static_cast<unsigned long long>(number)));
+  }
+  PyObject* list = PyList_New(0);
+  for (const OutOfMemory& event : events) {
+    if (list == nullptr) break;
+    list = append(list, Py_BuildValue("KIIIIKLLdN", static_cast<unsigned long long>(event.number), event.device,
+                                      event.owner, event.reftype, event.phase,
+                                      static_cast<unsigned long long>(event.step),
+                                      static_cast<long long>(event.requested), static_cast<long long>(event.held),
+                                      event.time, rows(event.holders)));
+  }
+  if (by_device != nullptr && list != nullptr) return Py_BuildValue("NN", by_device, list);
+  Py_XDECREF(by_device);
+  Py_XDECREF(list);
+  return nullptr;
 }
 
 struct TotalsRow {

@@ -118,6 +118,23 @@ struct DeviceBooks {
   int64_t at_peak(uint32_t cell) const {
     return cells[cell].generation == generation ? cells[cell].saved : cells[cell].current;
   }
+
+  size_t num_used() const {
+    size_t count = 0;
+    for (const uint32_t bits : used) count += static_cast<size_t>(__builtin_popcount(bits));
+    return count;
+  }
+
+  // What it holds now, appended to `rows`: at most num_used() of them.
+  void compose(std::vector<CellRow>& rows) const {
+    for (uint32_t owner = 0; owner < used.size(); ++owner) {
+      for (uint32_t bits = used[owner]; bits != 0; bits &= bits - 1) {
+        const uint32_t reftype = static_cast<uint32_t>(__builtin_ctz(bits));
+        const int64_t held = cells[owner * kNumReftypes + reftype].current;
+        if (held != 0) rows.push_back({owner, reftype, held});
+      }
+    }
+  }
 };
 
 class Ledger {
@@ -142,6 +159,14 @@ class Ledger {
   uint32_t num_owners() const { return static_cast<uint32_t>(parents_.size()); }
   size_t num_blocks() const { return live_.size(); }
   const DeviceBooks& device(uint32_t index) const { return devices_[index]; }
+  uint64_t num_steps_ended() const { return num_steps_ - 1; }
+
+  // The books of a device, opened where it has none yet; null past the last.
+  const DeviceBooks* open(uint32_t id) {
+    const uint32_t slot = slot_of(id);
+    return slot == kNoSlot ? nullptr : &devices_[slot];
+  }
+
   Block* find(uint64_t address) { return live_.find(address); }
 
   void allocate(Stack& stack, uint64_t address, int64_t num_bytes, uint32_t device, uint32_t owner, uint32_t reftype) {

@@ -23,6 +23,7 @@ namespace {
 namespace autograd = torch::autograd;
 
 constexpr uint32_t kOther = 0;
+constexpr uint32_t kCpu = 0;
 constexpr uint32_t kGradient = 3;
 constexpr uint32_t kGradientBucket = 13;
 constexpr uint32_t kRecomputation = 15;
@@ -36,6 +37,7 @@ struct Tap {
   Spinlock lock;
   Ledger ledger;
   TapCounters counters;
+  Ooms ooms;
   uint32_t phases = 0;
   uint64_t epoch = 0;  // of the books: counts resets
   std::atomic<bool> open{false};
@@ -175,6 +177,71 @@ void on_release(uint64_t address) {
   tap().ledger.release(c.stack, address);
 }
 
+// What this thread was doing, as one of the kPhase...; the loss counts as forward. Under the lock, after `classify`.
+uint32_t phase_of(Context& c, int32_t task) {
+  if (c.in_checkpoint()) return kPhaseCheckpoint;
+  if (task != kNoTask) return kPhaseBackward;
+  for (size_t i = c.stack.size(); i-- > 0;) {
+    const Frame& frame = c.stack[i];
+    if (frame.kind == FrameKind::kForward) return c10::GradMode::is_enabled() ? kPhaseForward : kPhaseEval;
+    // So does the optimizer labeler mark a step.
+    if (frame.kind == FrameKind::kLabel && frame.owner == kOutside && frame.reftype == kTemporary) {
+      return kPhaseOptimizer;
+    }
+  }
+  return c.after_forward ? kPhaseForward : 0;
+}
+
+// Fills in the event and notes it; if the rows of what the device holds would not fit, returns how many those are
+// instead. Under the lock.
+size_t note_out_of_memory(OutOfMemory& event, Context& c, int32_t task, const NodeKey& node, bool has_memory) {
+  Tap& t = tap();
+  const DeviceBooks* books = t.ledger.open(event.device);
+  const size_t wanted = books == nullptr ? 0 : books->num_used();
+  if (has_memory && wanted > event.holders.capacity()) return wanted;
+  const Label label = classify(c, task, node);
+  event.owner = label.owner;
+  event.reftype = label.reftype;
+  event.phase = phase_of(c, task);
+  event.step = t.ledger.num_steps_ended();
+  event.held = books == nullptr ? 0 : books->current;
+  if (books != nullptr && has_memory) books->compose(event.holders);
+  t.ooms.put(event);
+  return 0;
+}
+
+bool reserve(std::vector<CellRow>& rows, size_t num_rows) {
+  try {
+    rows.reserve(num_rows);
+  } catch (const std::bad_alloc&) {
+    return false;
+  }
+  return true;
+}
+
+// An allocation failed for good: it and what fills the device are noted. Memory for that is taken outside of the lock;
+// where even that cannot be had, the failure is noted without what fills the device.
+void on_out_of_memory(uint32_t device, uint64_t num_bytes) noexcept {
+  if (!tap().open.load(std::memory_order_relaxed)) return;
+  try {
+    Context& c = context();
+    const int32_t task = autograd::get_current_graph_task_id();
+    const NodeKey node = task == kNoTask ? NodeKey{} : current_node();
+    OutOfMemory event;
+    event.device = device;
+    event.requested = static_cast<int64_t>(std::min<uint64_t>(num_bytes, INT64_MAX));
+    event.time = std::chrono::duration<double>(std::chrono::system_clock::now().time_since_epoch()).count();
+    size_t wanted = 0;
+    do {
+      const bool has_memory = reserve(event.holders, wanted);
+      Guard guard;
+      wanted = note_out_of_memory(event, c, task, node, has_memory);
+    } while (wanted != 0);
+  } catch (const std::exception&) {
+    return;
+  }
+}
+
 c10::Allocator* original = nullptr;
 c10::DeleterFnPtr original_delete = nullptr;
 bool in_chain = false;  // attached and never successfully detached: at most covered by somebody's wrapper
@@ -191,7 +258,7 @@ class CountingAllocator final : public c10::Allocator {
     c10::DataPtr data = allocate_original(num_bytes);
     if (data.get() == nullptr || !tap().open.load(std::memory_order_relaxed)) return data;
     if (data.get_context() == data.get() && data.compare_exchange_deleter(original_delete, &counted_delete)) {
-      on_allocate(reinterpret_cast<uint64_t>(data.get()), static_cast<int64_t>(num_bytes), 0);
+      on_allocate(reinterpret_cast<uint64_t>(data.get()), static_cast<int64_t>(num_bytes), kCpu);
     }
     return data;
   }
@@ -205,8 +272,7 @@ class CountingAllocator final : public c10::Allocator {
     try {
       return original->allocate(num_bytes);
     } catch (...) {
-      Guard guard;
-      ++tap().counters.num_ooms;
+      on_out_of_memory(kCpu, num_bytes);
       throw;
     }
   }
@@ -302,6 +368,7 @@ void reset(std::vector<uint32_t> parents) {
   t.ledger.reset(std::move(parents));
   ++t.epoch;
   t.counters = TapCounters{};
+  t.ooms.clear();
   t.event_nanoseconds = 0;
   t.num_labels = 0;
   t.label_nanoseconds = 0;
@@ -347,11 +414,9 @@ void cuda_event(CudaAction action, int device, uint64_t address, int64_t num_byt
     case CudaAction::kRelease:
       if (address != 0) on_release(address);
       return;
-    case CudaAction::kOutOfMemory: {
-      Guard guard;
-      ++tap().counters.num_ooms;
+    case CudaAction::kOutOfMemory:
+      if (device >= 0) on_out_of_memory(1 + static_cast<uint32_t>(device), static_cast<uint64_t>(num_bytes));
       return;
-    }
   }
 }
 
@@ -532,6 +597,7 @@ uint32_t end_step() {
 LockedLedger::LockedLedger() { tap().lock.lock(); }
 LockedLedger::~LockedLedger() { tap().lock.unlock(); }
 Ledger* LockedLedger::operator->() const { return &tap().ledger; }
+const Ooms& LockedLedger::ooms() const { return tap().ooms; }
 const TapCounters& LockedLedger::tap_counters() const {
   Tap& t = tap();
   t.counters.event_nanoseconds = t.event_nanoseconds.load();

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "ledger.h"
+#include "ooms.h"
 
 namespace torchmem {
 
@@ -23,6 +24,7 @@ enum class Adoption { kNothing, kRelabelled, kAdopted, kForeign };
 // What happened in a step, as torchmem.model.Phase.
 constexpr uint32_t kPhaseForward = 1;
 constexpr uint32_t kPhaseBackward = 2;
+constexpr uint32_t kPhaseOptimizer = 4;
 constexpr uint32_t kPhaseCheckpoint = 8;
 constexpr uint32_t kPhaseEval = 16;
 
@@ -31,7 +33,6 @@ struct TapCounters {
   uint64_t event_nanoseconds = 0;  // estimated from a sample of the events
   uint64_t num_label_calls = 0;
   uint64_t label_nanoseconds = 0;  // likewise
-  uint64_t num_ooms = 0;
 };
 
 using WeakTensor = c10::weak_intrusive_ptr<c10::TensorImpl>;
@@ -47,6 +48,7 @@ std::string attach_cpu();
 bool detach_cpu();
 std::string attach_cuda();
 bool cuda_is_attached();
+// `address` and `num_bytes` as of the allocator's trace entries: of a kOutOfMemory, the size that was asked for.
 void cuda_event(CudaAction action, int device, uint64_t address, int64_t num_bytes);
 
 // Books a storage that exists already, and routes its free (and later resizes) through the tap; `disown` undoes that.
@@ -118,6 +120,7 @@ class LockedLedger {
   LockedLedger& operator=(const LockedLedger&) = delete;
   Ledger* operator->() const;
   const TapCounters& tap_counters() const;
+  const Ooms& ooms() const;
 };
 
 }  // namespace torchmem

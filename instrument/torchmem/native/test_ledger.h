@@ -169,9 +169,9 @@ inline PyObject* state(PyObject* self, PyObject*) {
   for (uint32_t d = 0; d < ledger.num_devices(); ++d) {
     const DeviceBooks& books = ledger.device(d);
     std::vector<CellRow> current, at_peak;
+    books.compose(current);
     for (uint32_t cell = 0; cell < books.cells.size(); ++cell) {
       const uint32_t owner = cell / kNumReftypes, reftype = cell % kNumReftypes;
-      if (books.cells[cell].current != 0) current.push_back({owner, reftype, books.cells[cell].current});
       if (books.at_peak(cell) != 0) at_peak.push_back({owner, reftype, books.at_peak(cell)});
     }
     const Window& window = books.windows[0];

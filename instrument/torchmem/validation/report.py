@@ -34,6 +34,8 @@ class Summary(msgspec.Struct, kw_only=True, frozen=True):
     is_complete: bool
     """False where it was interrupted."""
     num_by_status: dict[str, int]
+    remarks: list[str]
+    """What is not as one would expect of a run, a line each."""
     rows: list[RowOutcome]
 
 
@@ -95,6 +97,8 @@ class Table:
         counts = ", ".join(f"{number} {status}" for status, number in summary.num_by_status.items())
         environment = ", ".join(f"{name} {value}" for name, value in summary.environment.items() if value != "")
         self._print(Text(f"{counts or 'no rows'}{'' if summary.is_complete else '; interrupted'}", "bold"))
+        for remark in summary.remarks:
+            self._print(Text(remark, "yellow"))
         self._print(Text(f"torchmem {summary.torchmem_version}, {environment}", "dim"))
 
     def _print(self, line: Text) -> None:

@@ -41,6 +41,8 @@ class Machine(NamedTuple):
     device_type: str
     """``cpu`` or ``cuda``."""
     num_ranks: int
+    remark: str = ""
+    """Where it is not what was asked for: why; one line."""
 
 
 def _able(_machine: Machine) -> str:

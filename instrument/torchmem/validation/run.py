@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from torchmem import __version__
 from torchmem.engine import native
 from torchmem.validation import rows, witness
-from torchmem.validation.outcome import FAILED, OFF, SKIPPED, RowOutcome, judged
+from torchmem.validation.outcome import FAILED, OFF, OK, SKIPPED, RowOutcome, judged
 from torchmem.validation.report import Reporter, Summary
 from torchmem.validation.worker import DEFAULT_TABLE, RowError, Team
 
@@ -55,7 +55,10 @@ def machine(device_type: str | None, num_ranks: int | None) -> rows.Machine:
         raise UnusableError("torch sees no CUDA device here")
     if device_type == "cpu" or not num_gpus:
         return rows.Machine("cpu", num_ranks or DEFAULT_CPU_RANKS)
-    return rows.Machine("cuda", min(num_ranks or num_gpus, num_gpus))
+    if num_ranks is None or num_ranks <= num_gpus:
+        return rows.Machine("cuda", num_ranks or num_gpus)
+    have = "there is one GPU" if num_gpus == 1 else f"there are {num_gpus} GPUs"
+    return rows.Machine("cuda", num_gpus, f"{have}: {num_gpus} of {num_ranks} ranks are run")
 
 
 def run(options: Options, reporter: Reporter) -> list[RowOutcome]:
@@ -87,8 +90,9 @@ def run(options: Options, reporter: Reporter) -> list[RowOutcome]:
 
 
 def is_right(outcomes: Sequence[RowOutcome]) -> bool:
-    """True if no row is off or failed."""
-    return not any(outcome.status in (OFF, FAILED) for outcome in outcomes)
+    """True if no row is off or failed, and one at least was run."""
+    statuses = {outcome.status for outcome in outcomes}
+    return OK in statuses and not statuses & {OFF, FAILED}
 
 
 def _outcome(row: rows.Row, team: Team, options: Options) -> RowOutcome:
@@ -119,10 +123,14 @@ def _summary(outcomes: list[RowOutcome], team: Team, options: Options, *, is_com
     num_by_status: dict[str, int] = {}
     for outcome in outcomes:
         num_by_status[outcome.status] = num_by_status.get(outcome.status, 0) + 1
+    remarks = [options.machine.remark] if options.machine.remark else []
+    if outcomes and num_by_status.keys() == {SKIPPED}:
+        remarks.append("nothing was validated: every row was skipped")
     return Summary(
         torchmem_version=__version__,
         environment=environment,
         is_complete=is_complete,
         num_by_status=num_by_status,
+        remarks=remarks,
         rows=outcomes,
     )

@@ -82,8 +82,12 @@ class CudaTruth:
         torch.cuda.reset_peak_memory_stats(self._device)
 
     def settle(self) -> None:
-        """Waits for the device: blocks used on several streams come back when those are done."""
+        """Waits for the device and has the allocator take back what was used on several streams."""
         torch.cuda.synchronize(self._device)
+        # A block that several streams used is let go when the events recorded behind it have passed, and the allocator
+        # looks at these only when it is next asked for memory: `requested_bytes` would stay too high until then. The
+        # least request makes it look; empty_cache() would too, but the next step would have to ask the driver again.
+        torch.empty(1, dtype=torch.uint8, device=self._device)
 
     def clean(self) -> None:
         """Collects reference cycles and frees the workspaces of cuBLAS, which would else be older than the books."""

@@ -1,7 +1,7 @@
 """One process per rank, kept alive for all rows: importing torch takes longer than a row.
 
 A row that raises on any rank, or does not end in time, ends the whole team, since ranks that disagree about the next
-collective are of no use; the next row starts a new one.
+collective are of no use; the next row starts a new one. A team that cannot start is not tried again.
 
 Invariants: no process, and nothing that one started, outlives ``Team.close``, a Ctrl-C, or the parent itself; what
 workers write goes to files, so that the table stays a table; torch is imported in the workers only.
@@ -106,6 +106,7 @@ class Team:
     def __init__(self, world_size: int, device_type: str, table: str = DEFAULT_TABLE) -> None:
         self.environment: Environment | None = None
         self._current = Path()
+        self._start_failure: RowError | None = None
         self._workers: list[_Worker] = []
         self._folder = tempfile.TemporaryDirectory(prefix="torchmem-validate-")
         self._plan = _Plan(world_size, device_type, self._folder.name, table)
@@ -125,8 +126,10 @@ class Team:
             seconds: how long it may take.
 
         Raises:
-            RowError: it raised or died on a rank, or hung.
+            RowError: it raised or died on a rank, or hung; or the ranks cannot be started.
         """
+        if self._start_failure is not None:
+            raise RowError(f"not run: {self._start_failure}")
         if not self._workers:
             self._start()
         return self._ask((name, num_steps, seconds), seconds)
@@ -143,6 +146,11 @@ class Team:
             for rank in range(plan.world_size):
                 self._workers.append(_started(rank, plan))
             self.environment = self._collect(START_SECONDS, folder)[0]
+        except RowError as error:
+            self._end()
+            # Each further row would wait as long for the same.
+            self._start_failure = RowError(f"the ranks cannot be started: {error}", error.details)
+            raise self._start_failure from None
         except BaseException:
             self._end()
             raise

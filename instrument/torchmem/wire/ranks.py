@@ -32,6 +32,8 @@ class RankView:
     record: Record
     state: str
     """``running``, ``stale``, ``crashed`` or ``exited``, as the sidecar has them."""
+    path: str = ""
+    """Of the record's file, relative to the directory."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,7 @@ def _read_one(
     identity = record.identity
     if train_job not in (None, identity.train_job, folder) or rank not in (None, identity.rank):
         return
-    found.ranks.append(RankView(record, _state(record, held=held)))
+    found.ranks.append(RankView(record, _state(record, held=held), f"{folder}/{name}"))
 
 
 def _state(record: Record, *, held: bool) -> str:

@@ -11,6 +11,7 @@ book are unique, positive, and index the record's own tables of names.
 
 from __future__ import annotations
 
+import math
 import struct
 import zlib
 from collections.abc import Iterable
@@ -22,9 +23,13 @@ from torchmem.errors import RecordError
 
 MAGIC = b"torchmem"
 MAJOR = 1
-MINOR = 1
+MINOR = 2
 HEADER = struct.Struct("<8sHHIQ")
 CELL = struct.Struct("<IIq")
+MODULE_MASK = (1 << 32) - 1
+"""The module index in a cell's key."""
+REFTYPE_SHIFT = 32
+"""Where the reftype index begins in a cell's key."""
 MAX_PAYLOAD_BYTES = 8 << 20
 
 
@@ -141,6 +146,29 @@ class Labeler(msgspec.Struct, kw_only=True, frozen=True):
     reason: str = ""
 
 
+class OutOfMemory(msgspec.Struct, kw_only=True, frozen=True):
+    """One allocation that failed, and what the device was filled with at that instant."""
+
+    number: int
+    """Of the attempt's failures, from 1."""
+    device: str
+    time: float
+    """Unix seconds."""
+    step: int
+    """Steps finished before it."""
+    phase: int
+    """A ``torchmem.model.Phase``: what the thread that asked was doing."""
+    module: int
+    """Owner of what was asked for."""
+    reftype: int
+    requested_bytes: int
+    """What was asked for; on CUDA rounded up as the allocator does."""
+    held_bytes: int
+    """What the device held, by the books."""
+    holders: bytes = b""
+    """Packed cells: all of them in the latest event, the largest in earlier ones; at most ``held_bytes`` in sum."""
+
+
 class Record(msgspec.Struct, kw_only=True, frozen=True):
     """Everything one rank publishes."""
 
@@ -155,6 +183,8 @@ class Record(msgspec.Struct, kw_only=True, frozen=True):
     labelers: list[Labeler] = []
     counters: dict[str, int] = {}
     """The engine's own counters: events, unknown frees, dropped frames and the like."""
+    oom_events: list[OutOfMemory] = []
+    """The last allocations that failed, oldest first; since 1.2."""
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -169,6 +199,15 @@ def pack_cells(cells: Iterable[Cell]) -> bytes:
 def unpack_cells(packed: bytes) -> list[Cell]:
     """The rows of a book; the input must be a whole number of rows (``decode`` has checked it)."""
     return [Cell._make(row) for row in CELL.iter_unpack(packed)]
+
+
+def cell_columns(packed: bytes) -> tuple[list[int], list[int]]:
+    """The keys of a book's cells, module index and reftype index in one number, and the bytes in each.
+
+    Ten times as fast as ``unpack_cells``; the input must be a whole number of rows. Little-endian machines only.
+    """
+    words = memoryview(packed).cast("q")
+    return words[::2].tolist(), words[1::2].tolist()
 
 
 def encode(record: Record) -> bytes:
@@ -217,20 +256,41 @@ def _check(record: Record) -> None:
             ("step_peak", device.step_peak),
             ("active_peak", device.active_peak),
         ):
-            if len(book) % CELL.size:
-                raise RecordError("books", f"{device.name} {name}: {len(book)} bytes are no whole number of cells")
-            seen = set()
-            for module, reftype, num_bytes in CELL.iter_unpack(book):
-                if module >= num_modules or reftype >= num_reftypes or num_bytes <= 0:
-                    raise RecordError("books", f"{device.name} {name}: cell ({module}, {reftype}, {num_bytes})")
-                seen.add(module * num_reftypes + reftype)
-            if len(seen) != len(book) // CELL.size:
-                raise RecordError("books", f"{device.name} {name}: a cell appears twice")
+            _check_book(f"{device.name} {name}", book, num_modules, num_reftypes)
         for operation, num_bytes in device.checkpoint_peaks.items():
             if num_bytes < 0:
                 raise RecordError("books", f"{device.name} checkpoint peak of {operation!r}: {num_bytes} bytes")
+    for event in record.oom_events:
+        _check_oom(event, num_modules, num_reftypes)
     num_steps = len(record.ring.steps) // 8
     columns = [record.ring.steps, record.ring.ended_at, record.ring.phases]
     rows = [column for device in record.ring.devices for column in (device.step_peak, device.step_end)]
     if any(len(c) != 8 * num_steps for c in columns) or any(len(r) != 8 * num_steps * num_reftypes for r in rows):
         raise RecordError("books", "the ring's columns differ in length")
+
+
+def _check_oom(event: OutOfMemory, num_modules: int, num_reftypes: int) -> None:
+    name = f"out of memory {event.number} on {event.device}"
+    _check_book(name, event.holders, num_modules, num_reftypes)
+    if not (0 <= event.module < num_modules and 0 <= event.reftype < num_reftypes):
+        raise RecordError("books", f"{name}: asked for by ({event.module}, {event.reftype})")
+    if min(event.step, event.requested_bytes) < 0 or not math.isfinite(event.time):
+        raise RecordError("books", f"{name}: a count is negative, or a time no number")
+    if sum(cell_columns(event.holders)[1]) > event.held_bytes:
+        raise RecordError("books", f"{name}: the parts are more than the {event.held_bytes} bytes held")
+
+
+def _check_book(name: str, book: bytes, num_modules: int, num_reftypes: int) -> None:
+    if len(book) % CELL.size:
+        raise RecordError("books", f"{name}: {len(book)} bytes are no whole number of cells")
+    keys, amounts = cell_columns(book)
+    if len(set(keys)) != len(keys):
+        raise RecordError("books", f"{name}: a cell appears twice")
+    if not keys:
+        return
+    modules = memoryview(book).cast("I")[::4].tolist()
+    # One pass each in C: most of what reading a record costs is here.
+    if min(keys) < 0 or max(keys) >> REFTYPE_SHIFT >= num_reftypes or max(modules) >= num_modules:
+        raise RecordError("books", f"{name}: a cell is of a module or reftype that the record does not name")
+    if min(amounts) <= 0:
+        raise RecordError("books", f"{name}: a cell holds {min(amounts)} bytes")

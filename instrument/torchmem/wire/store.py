@@ -2,6 +2,7 @@
 
     <directory>/<folder of the job>/rank-<N>.record    replaced atomically, never written in place
     <directory>/<folder of the job>/rank-<N>.lock      POSIX-locked for the life of the writer; empty
+    <directory>/<folder of the job>/post-mortem/       records of attempts that died, see ``postmortem``
 
 A POSIX ``fcntl`` lock belongs to the process, so the kernel frees it when the trainer is killed even while forked
 workers, which inherit its descriptors, live on (a ``flock`` would stay with them), and it is seen across containers,
@@ -22,6 +23,7 @@ import contextlib
 import errno
 import fcntl
 import hashlib
+import logging
 import os
 import re
 import stat
@@ -38,6 +40,11 @@ MAX_RECORD_BYTES = HEADER.size + MAX_PAYLOAD_BYTES
 
 RECORD_NAME = re.compile(r"rank-(0|[1-9][0-9]{0,8})\.record")
 """Names of record files; temporary files and locks never match in full."""
+
+BURIED_NAME = re.compile(r"rank-(0|[1-9][0-9]{0,8})\.([A-Za-z0-9-]{1,64})\.record")
+"""Names of record files in a post-mortem folder: rank and attempt."""
+
+logger = logging.getLogger("torchmem")
 
 _PLAIN_FOLDER = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
 _FLOCK = struct.Struct("hhqqi4x")  # l_type, l_whence, l_start, l_len, l_pid
@@ -107,13 +114,13 @@ def open_record_bytes(dir_fd: int, name: str, allowed_uids: frozenset[int]) -> t
 
     Args:
         dir_fd: descriptor of the folder of the job.
-        name: must match ``RECORD_NAME``.
+        name: must match ``RECORD_NAME`` or ``BURIED_NAME``.
         allowed_uids: who may own the file.
 
     Raises:
         RecordError: with reason ``name``, ``open``, ``not_regular``, ``hard_link``, ``uid`` or ``oversize``.
     """
-    if not RECORD_NAME.fullmatch(name):
+    if not (RECORD_NAME.fullmatch(name) or BURIED_NAME.fullmatch(name)):
         raise RecordError("name", f"{name!r} is no record's name")
     try:
         fd = os.open(name, _READ_FLAGS, dir_fd=dir_fd)
@@ -132,6 +139,7 @@ def open_record_bytes(dir_fd: int, name: str, allowed_uids: frozenset[int]) -> t
 class RankStore:
     """The writer's side of one rank's record; holds the rank's lock until ``close``.
 
+    The record of an attempt that died before is kept in the post-mortem folder.
     Not for use from several threads at once. A forked child neither holds the lock nor writes.
 
     Args:
@@ -173,6 +181,7 @@ class RankStore:
         self._open = True
         with contextlib.suppress(OSError):
             self._remove_temporary()
+        self._keep_predecessor(rank)
 
     def write(self, data: bytes) -> None:
         """Replaces the record; on any failure the former record stays and nothing else is left behind.
@@ -208,6 +217,15 @@ class RankStore:
             _held.discard(self._key)
             os.close(self._lock_fd)
         os.close(self._dir_fd)
+
+    def _keep_predecessor(self, rank: int) -> None:
+        """Moves the record of an attempt that died out of the way of the first write, to be read post mortem."""
+        from torchmem.wire import postmortem
+
+        try:
+            postmortem.bury_predecessor(self._dir_fd, rank)
+        except OSError as error:
+            logger.warning("the last record of the attempt before is lost: %s", error.strerror)
 
     def _remove_temporary(self) -> None:
         """Removes what an attempt that died while writing left behind; holding the lock proves that it is dead."""

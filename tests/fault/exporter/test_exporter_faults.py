@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import threading
@@ -14,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
+from hostile import JOB, PLANTS
 from records import WRITTEN_AT, leave, living, make_record
 from sidecars import DEADLINE_SECONDS, Clock, application, ask, command, running, states, values
-from torchmem.wire.record import HEADER, MAGIC, MAJOR, encode
+from torchmem.wire.record import encode
 
-JOB = "llama-pretrain"
 HOLDER = """
 import pathlib, sys, time
 sys.path.insert(0, sys.argv[1])
@@ -29,89 +28,12 @@ with records.living(pathlib.Path(sys.argv[2]), records.make_record(5)):
 """
 
 
-def fifo(path):
-    os.mkfifo(path)
-
-
-def symlink(path):
-    path.symlink_to(path.with_name("rank-0.record"))
-
-
-def dangling(path):
-    path.symlink_to("/nowhere")
-
-
-def hard_link(path):
-    other = path.with_name("elsewhere")
-    other.write_bytes(encode(make_record(7)))
-    path.hardlink_to(other)
-
-
-def folder(path):
-    path.mkdir()
-
-
-def listening_socket(path):
-    folder_fd = os.open(path.parent, os.O_RDONLY)
-    with socket.socket(socket.AF_UNIX) as server:
-        server.bind(f"/proc/self/fd/{folder_fd}/{path.name}")  # the path itself may be too long for a socket
-    os.close(folder_fd)
-
-
-def content(data):
-    return lambda path: path.write_bytes(data)
-
-
-def changed(offset, data):
-    def write(path):
-        record = bytearray(encode(make_record(7)))
-        record[offset : offset + len(data)] = data
-        path.write_bytes(record)
-
-    return write
-
-
-def sparse(path):
-    with path.open("wb") as file:
-        file.truncate(1 << 40)
-
-
-def foreign(path):
-    if os.geteuid() != 0:
-        pytest.skip("only root can give files away")
-    path.write_bytes(encode(make_record(7)))
-    os.chown(path, 54321, -1)
-
-
-BOMB = HEADER.pack(MAGIC, MAJOR, 0, 0, 1 << 60)
-GOOD = encode(make_record(7))
-
-
-@pytest.mark.parametrize(
-    ("reason", "plant"),
-    [
-        pytest.param("not_regular", fifo, id="fifo"),
-        pytest.param("not_regular", folder, id="folder"),
-        pytest.param("not_regular", listening_socket, id="socket"),
-        pytest.param("symlink", symlink, id="symlink"),
-        pytest.param("symlink", dangling, id="dangling symlink"),
-        pytest.param("hard_link", hard_link, id="hard link"),
-        pytest.param("uid", foreign, id="foreign uid"),
-        pytest.param("oversize", sparse, id="sparse terabyte"),
-        pytest.param("oversize", content(BOMB), id="header that promises too much"),
-        pytest.param("truncated", content(b""), id="empty"),
-        pytest.param("truncated", content(GOOD[:-1]), id="cut"),
-        pytest.param("truncated", content(GOOD + b"x"), id="longer than said"),
-        pytest.param("magic", content(b"\xff" * 4096), id="garbage"),
-        pytest.param("version", changed(8, struct.pack("<H", MAJOR + 1)), id="foreign major"),
-        pytest.param("checksum", changed(200, b"\x00\x01\x02\x03"), id="flipped bytes"),
-        pytest.param("identity", content(encode(make_record(3))), id="another rank's"),
-    ],
-)
-def test_bad_file_costs_a_count_and_no_other_rank(tmp_path, reason, plant):
+@pytest.mark.parametrize("name", PLANTS)
+def test_bad_file_costs_a_count_and_no_other_rank(tmp_path, name):
     """One bad file would cost the scrape of all healthy ranks, or go unnoticed."""
     with living(tmp_path, make_record(0), make_record(1)):
-        plant(tmp_path / JOB / "rank-7.record")
+        reason = PLANTS[name].reason
+        PLANTS[name].make(tmp_path / JOB / "rank-7.record")
         app = application(tmp_path, Clock(WRITTEN_AT + 1))
         for num_scrapes in (1, 2, 3):
             text = ask(app).text

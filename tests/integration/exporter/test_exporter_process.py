@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import math
 import signal
-import socket
 import subprocess
 import time
-import urllib.error
-import urllib.parse
-import urllib.request
 
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 
+import backends
 from records import living, make_record
-from sidecars import DEADLINE_SECONDS, running, series, states
+from sidecars import running, series, states
 
 OPENMETRICS = "application/openmetrics-text;version=1.0.0"
 
@@ -33,8 +28,9 @@ def sidecar(tmp_path):
 def test_it_says_what_it_serves_from_where(sidecar, tmp_path):
     """Whoever starts it would not learn the port that the system picked."""
     address = f"http://127.0.0.1:{sidecar.port}/metrics"
-    assert sidecar.first_line.startswith("torchmem-exporter")
-    assert sidecar.first_line.endswith(f"serving {address} from {tmp_path / 'records'}\n")
+    assert f'level=info logger=torchmem_exporter.cli msg="serving {address} from {tmp_path / "records"}"' in (
+        sidecar.first_line
+    )
 
 
 def test_routes_over_http(sidecar):
@@ -53,7 +49,9 @@ def test_it_ends_within_a_second(sidecar, ending):
     """A host that shuts down, or a user's Ctrl-C, would wait for the sidecar or see a traceback."""
     assert sidecar.ask("/healthz").status == 200
     status, seconds = sidecar.end(ending)
-    assert (status, sidecar.errors.read()) == (0, "")
+    said = sidecar.errors.read()
+    assert (status, said.count("\n")) == (0, 1)
+    assert f"level=info logger=torchmem_exporter.cli msg=ending signal={ending.name}" in said
     assert seconds < 1.0
 
 
@@ -78,51 +76,9 @@ def test_prometheus_returns_the_values_to_the_byte(sidecar, prometheus, tmp_path
     del wanted["torchmem_scrape_duration_seconds", ()]
     # To Prometheus an empty label is none.
     wanted = {(name, tuple(pair for pair in labels if pair[1])): value for (name, labels), value in wanted.items()}
-    with serving_prometheus(prometheus, tmp_path, sidecar.port) as url:
-        deadline = time.monotonic() + 60
-        while not (found := queried(url)) and time.monotonic() < deadline:
-            time.sleep(0.2)
+    config = backends.scrape_config(f"127.0.0.1:{sidecar.port}")
+    with backends.prometheus(prometheus, tmp_path, config) as server:
+        found = backends.wait_until(server.query, "the first scrape", seconds=60)
     assert found.keys() >= wanted.keys()
     assert {key: value for key, value in found.items() if wanted.get(key) != value and key in wanted} == {}
     assert all(math.isfinite(value) for value in found.values())
-
-
-@contextlib.contextmanager
-def serving_prometheus(binary, folder, target_port):
-    """A real Prometheus that scrapes the port each second; yields its address."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
-    config = folder / "prometheus.yml"
-    scrape = {"job_name": "torchmem", "static_configs": [{"targets": [f"127.0.0.1:{target_port}"]}]}
-    config.write_text(json.dumps({"global": {"scrape_interval": "1s"}, "scrape_configs": [scrape]}))
-    arguments = [f"--config.file={config}", f"--storage.tsdb.path={folder / 'tsdb'}", f"--web.listen-address={address}"]
-    with (folder / "prometheus.log").open("wb") as log:
-        server = subprocess.Popen([binary, *arguments], stdin=subprocess.DEVNULL, stdout=log, stderr=log)
-        try:
-            yield f"http://{address}"
-        finally:
-            server.terminate()
-            try:
-                server.wait(DEADLINE_SECONDS)
-            except subprocess.TimeoutExpired:
-                server.kill()
-                server.wait()
-
-
-def queried(url):
-    """All of our series that Prometheus has: (name, labels) -> value; none while it is not there yet."""
-    query = urllib.parse.urlencode({"query": '{__name__=~"torchmem_.+"}'})
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    try:
-        with opener.open(f"{url}/api/v1/query?{query}", timeout=5) as response:
-            rows = json.load(response)["data"]["result"]
-    except (OSError, urllib.error.URLError):
-        return {}
-    found = {}
-    for row in rows:
-        labels = row["metric"]
-        name = labels.pop("__name__")
-        del labels["job"], labels["instance"]
-        found[name, tuple(sorted(labels.items()))] = float(row["value"][1])
-    return found

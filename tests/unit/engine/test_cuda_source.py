@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -41,6 +42,7 @@ engine.set_gate(False)
 fake.fake_event(0, 0, 4096, 10)
 print(json.dumps({
     "said": said, "held": held, "trackers": fake.fake_num_trackers(), "ooms": counters["num_ooms"],
+    "ooms_of": engine.ooms()[0], "events": [[*event[:9], list(event[9])] for event in engine.ooms()[1]],
     "unknown": counters["num_unknown_frees"], "later": engine.counters()["num_events"] - counters["num_events"],
 }))
 """
@@ -72,7 +74,7 @@ def test_the_allocators_trace_is_booked(fake):
         (SEGMENT_MAP, 0, 0x7F0000000000, 2 << 20),
         (SEGMENT_UNMAP, 0, 0x7F0000000000, 2 << 20),
         (SNAPSHOT, 0, 0, 0),
-        (OOM, 0, 1 << 30, 2 << 30),
+        (OOM, 1, 1 << 30, 2 << 30),
         (SEGMENT_FREE, 0, 0x7F0000000000, 20 << 20),
     ]
     done = subprocess.run(
@@ -92,3 +94,7 @@ def test_the_allocators_trace_is_booked(fake):
     assert on_first == [0, 1000, 1000, 0, 0, 0, 0, 0, 0, 0]
     assert [held.get("2", 0) for held in result["held"]] == [0, 0, *[300] * 8]
     assert (result["ooms"], result["unknown"], result["later"]) == (1, 0, 0)
+    assert result["ooms_of"] == [[2, 1]]
+    [[number, device, owner, reftype, phase, steps, requested, held, _, cells]] = result["events"]
+    assert (number, device, owner, reftype, phase, steps, requested, held) == (1, 2, 0, 0, 0, 8, 2 << 30, 300)
+    assert bytes(cells) == struct.pack("<IIq", 0, 0, 300)

@@ -11,6 +11,7 @@ NAMES = """
 torchmem_module_memory_usage_bytes train_job,rank,device,module,reftype
 torchmem_module_memory_step_peak_bytes train_job,rank,device,module,reftype
 torchmem_module_memory_active_peak_bytes train_job,rank,device,module,reftype
+torchmem_module_memory_excess_bytes train_job,rank,device,module,reftype
 torchmem_memory_usage_bytes train_job,rank,device,reftype
 torchmem_memory_step_peak_bytes train_job,rank,device,reftype
 torchmem_memory_peak_bytes train_job,rank,device
@@ -25,6 +26,14 @@ torchmem_allocator_retries_total train_job,rank,device
 torchmem_device_memory_limit_bytes train_job,rank,device
 torchmem_device_memory_other_bytes train_job,rank,device
 torchmem_checkpoint_memory_peak_bytes train_job,rank,device,operation
+torchmem_memory_baseline_bytes train_job,rank,device
+torchmem_memory_drift_ratio train_job,rank,device
+torchmem_memory_drifting train_job,rank,device,detector
+torchmem_memory_growth_bytes_per_second train_job,rank,device
+torchmem_memory_exhaustion_timestamp_seconds train_job,rank,device
+torchmem_memory_forecast_bytes train_job,rank,device
+torchmem_memory_forecast_drift_ratio train_job,rank,device
+torchmem_memory_baseline_resets_total train_job,rank,device,reason
 torchmem_step_number train_job,rank
 torchmem_steps_total train_job,rank
 torchmem_step_time_seconds_total train_job,rank
@@ -35,8 +44,17 @@ torchmem_rank_up train_job,rank
 torchmem_rank_state train_job,rank,state
 torchmem_rank_info train_job,rank,attempt,pid,host,engine,gpu_uuid,dp,tp,pp
 torchmem_labeler_up train_job,rank,labeler
+torchmem_modules_folded train_job,rank
 torchmem_job_world_size train_job
 torchmem_snapshot_errors_total reason
+torchmem_exporter_unburied
+torchmem_exporter_state_failures_total
+torchmem_exporter_requests_total code
+torchmem_exporter_requests_refused_total reason
+torchmem_exporter_reload_failures_total
+torchmem_exporter_otlp_pushes_total outcome
+torchmem_exporter_otlp_dropped_points_total
+torchmem_exporter_otlp_push_duration_seconds
 torchmem_build_info version,torch
 torchmem_scrape_duration_seconds
 """.strip().splitlines()
@@ -69,6 +87,7 @@ def test_help_is_one_line():
         ("a.fill_ratio", "1", Kind.GAUGE, "a_fill_ratio"),
         ("a.fill", "1", Kind.UPDOWN, "a_fill"),
         ("a.up", "", Kind.GAUGE, "a_up"),
+        ("a.growth", "By/s", Kind.GAUGE, "a_growth_bytes_per_second"),
     ],
 )
 def test_translation_is_that_of_opentelemetry(name, unit, kind, expected):

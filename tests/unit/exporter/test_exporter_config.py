@@ -82,6 +82,49 @@ def test_relative_directories_cannot_be_represented():
         ValidatedConfig(directory=Path("here"), host="127.0.0.1", port=1)
 
 
+@pytest.mark.parametrize("has_token", [False, True])
+def test_open_addresses_say_what_is_missing(has_token, tmp_path, capsys):
+    """Whoever has protected half would not learn which half is missing."""
+    (tmp_path / "token").write_text("a-token\n")
+    flags = ["--bearer-token-file", str(tmp_path / "token")] if has_token else []
+    assert main(["--listen", "10.0.0.1:80", *flags]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert ("has no TLS" if has_token else "has neither TLS nor authentication") in line
+
+
+def test_half_protected_files_say_what_is_missing(tmp_path, capsys):
+    """A web-config file would be taken for protection whatever it says."""
+    (tmp_path / "web.yml").write_text("http_server_config: {}\n")
+    assert main(["--listen", "10.0.0.1:80", "--web-config", str(tmp_path / "web.yml")]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "has neither TLS nor authentication" in line
+
+
+@pytest.mark.parametrize("flag", ["--web-config", "--bearer-token-file"])
+def test_missing_files_are_one_line(flag, tmp_path, capsys):
+    """The sidecar would start without the protection that was asked for, or end in a traceback."""
+    assert main([flag, str(tmp_path / "nowhere")]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert flag in line
+    assert "No such file" in line
+
+
+@pytest.mark.parametrize("flags", [["--log-level", "loud"], ["--log-format", "xml"], ["--unknown"], ["--listen"]])
+def test_bad_flags_are_refused_in_one_line(flags, capsys):
+    """A mistyped flag would be answered with a page of usage."""
+    with pytest.raises(SystemExit) as end:
+        main(flags)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert (end.value.code, flags[0] in line) == (2, True)
+
+
+@pytest.mark.parametrize("setting", [{"log_format": "xml"}, {"log_level": "loud"}, {"host": "0.0.0.0"}, {"port": -1}])
+def test_bad_settings_cannot_be_represented(setting):
+    """Code that makes a config of its own could run what the command line refuses."""
+    with pytest.raises(ConfigError):
+        ValidatedConfig(**{"directory": Path("/records"), "host": "127.0.0.1", "port": 1, **setting})
+
+
 @pytest.mark.parametrize("flag", ["--help", "--version"])
 def test_help_and_version(flag, capsys):
     """Whoever asks how to use it would get an error."""

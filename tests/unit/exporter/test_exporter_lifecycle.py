@@ -22,9 +22,9 @@ def reader(tmp_path, clock):
     return Reader(tmp_path, stale_after=60.0, clock=clock)
 
 
-def shown(reader, *, is_scrape=True):
+def shown(reader, consumer="prometheus"):
     """Rank -> (state, has memory) of one scrape."""
-    views = reader.scan(is_scrape=is_scrape).ranks
+    views = reader.scan(consumer).ranks
     return {view.record.identity.rank: (view.state, view.has_memory) for view in views}
 
 
@@ -73,13 +73,26 @@ def test_exit_is_shown_for_two_scrapes(reader, tmp_path):
     with living(tmp_path, make_record()) as (store,):
         shown(reader)
         store.write(encode(make_record(final=True)))
-    assert [shown(reader, is_scrape=is_scrape) for is_scrape in (False, True, False, True, True)] == [
+    assert [shown(reader, consumer) for consumer in (None, "prometheus", None, "prometheus", "prometheus")] == [
         {0: (State.EXITED, True)},
         {0: (State.EXITED, True)},
         {0: (State.EXITED, True)},
         {0: (State.EXITED, True)},
         {},
     ]
+
+
+def test_exit_is_shown_twice_to_each_consumer(reader, tmp_path):
+    """A push every few seconds would use up the last figures of a job before the scrape that comes once a minute."""
+    with living(tmp_path, make_record()) as (store,):
+        shown(reader)
+        shown(reader, "otlp")
+        store.write(encode(make_record(final=True)))
+    exited = {0: (State.EXITED, True)}
+    assert [shown(reader, "otlp") for _ in range(4)] == [exited, exited, {}, {}]
+    assert [shown(reader, consumer) for consumer in (None, "prometheus", None, "prometheus")] == [exited] * 4
+    assert [shown(reader, consumer) for consumer in (None, "prometheus", "otlp")] == [{}, {}, {}]
+    assert [entry.record for entry in reader._entries.values()] == [None]
 
 
 def test_exit_long_ago_is_not_shown(tmp_path):
@@ -111,7 +124,7 @@ def test_newer_attempt_replaces_the_older_wherever_it_lies(reader, tmp_path, nam
     with living(tmp_path, older, newer) as (old_store, new_store):
         old_store.write(encode(make_record(attempt="old")))
         new_store.write(encode(make_record(attempt="new", start_time=WRITTEN_AT)))
-        snapshot = reader.scan(is_scrape=True)
+        snapshot = reader.scan("prometheus")
     assert [rank.record.identity.attempt for rank in snapshot.ranks] == ["new"]
     assert [(rejection.path, rejection.reason) for rejection in snapshot.rejections] == [
         (f"{names[0]}/rank-0.record", "duplicate")

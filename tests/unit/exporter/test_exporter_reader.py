@@ -12,7 +12,7 @@ from records import WRITTEN_AT, living, make_device, make_record
 from sidecars import Clock
 from torchmem.errors import RecordError
 from torchmem.wire import record as wire
-from torchmem_exporter import reader as reader_module
+from torchmem_exporter import checked
 from torchmem_exporter.lifecycle import State
 from torchmem_exporter.reader import REASONS, Reader
 
@@ -25,13 +25,13 @@ def reader(tmp_path):
 def test_unchanged_files_are_decoded_once(reader, tmp_path, monkeypatch):
     """Each scrape would decode megabytes that it knows already."""
     decoded = []
-    monkeypatch.setattr(reader_module, "decode", lambda data: decoded.append(len(data)) or wire.decode(data))
+    monkeypatch.setattr(checked, "decode", lambda data: decoded.append(len(data)) or wire.decode(data))
     with living(tmp_path, make_record(0), make_record(1)) as (store, _):
         for _ in range(3):
-            assert len(reader.scan(is_scrape=True).ranks) == 2
+            assert len(reader.scan("prometheus").ranks) == 2
         assert len(decoded) == 2
         store.write(wire.encode(make_record(0, step=41)))
-        assert [rank.record.clock.step for rank in reader.scan(is_scrape=True).ranks] == [41, 40]
+        assert [rank.record.clock.step for rank in reader.scan("prometheus").ranks] == [41, 40]
         assert len(decoded) == 3
 
 
@@ -39,24 +39,24 @@ def test_same_size_and_time_but_other_content_is_seen(reader, tmp_path):
     """A record that was written within one tick of the file system's clock would stay unread."""
     with living(tmp_path, make_record(step=40)) as (store,):
         before = store.path.stat()
-        reader.scan(is_scrape=True)
+        reader.scan("prometheus")
         store.write(wire.encode(make_record(step=41)))
         os.utime(store.path, ns=(before.st_atime_ns, before.st_mtime_ns))
         assert store.path.stat().st_size == before.st_size
-        assert [rank.record.clock.step for rank in reader.scan(is_scrape=True).ranks] == [41]
+        assert [rank.record.clock.step for rank in reader.scan("prometheus").ranks] == [41]
 
 
 def test_reasons_are_there_at_zero(reader):
     """The first rejection would go unnoticed: an increase is only seen from a sample before it."""
-    assert reader.scan(is_scrape=True).num_errors == dict.fromkeys(sorted(REASONS), 0)
+    assert reader.scan("prometheus").num_errors == dict.fromkeys(sorted(REASONS), 0)
 
 
 def test_a_look_changes_nothing(reader, tmp_path):
     """Whoever opens the landing page would raise the error counters."""
     (tmp_path / "job").mkdir()
     (tmp_path / "job" / "rank-0.record").write_bytes(b"")
-    assert reader.scan(is_scrape=False).num_errors["truncated"] == 0
-    assert [reader.scan(is_scrape=True).num_errors["truncated"] for _ in range(2)] == [1, 2]
+    assert reader.scan(None).num_errors["truncated"] == 0
+    assert [reader.scan("prometheus").num_errors["truncated"] for _ in range(2)] == [1, 2]
 
 
 def test_rejections_name_file_and_reason(reader, tmp_path):
@@ -64,7 +64,7 @@ def test_rejections_name_file_and_reason(reader, tmp_path):
     (tmp_path / "job").mkdir()
     (tmp_path / "job" / "rank-0.record").write_bytes(b"no record, but long enough to be one")
     for _ in range(2):
-        assert reader.scan(is_scrape=True).rejections == (("job/rank-0.record", "magic", "not a torchmem record"),)
+        assert reader.scan("prometheus").rejections == (("job/rank-0.record", "magic", "not a torchmem record"),)
 
 
 def test_a_lack_of_descriptors_passes(reader, tmp_path, monkeypatch):
@@ -72,9 +72,9 @@ def test_a_lack_of_descriptors_passes(reader, tmp_path, monkeypatch):
     with living(tmp_path, make_record()):
         with monkeypatch.context() as patch:
             refused = RecordError("open", "too many open files")
-            patch.setattr(reader_module, "open_record_bytes", Mock(side_effect=refused))
-            assert reader.scan(is_scrape=True).ranks == ()
-        assert [rank.state for rank in reader.scan(is_scrape=True).ranks] == [State.RUNNING]
+            patch.setattr(checked, "open_record_bytes", Mock(side_effect=refused))
+            assert reader.scan("prometheus").ranks == ()
+        assert [rank.state for rank in reader.scan("prometheus").ranks] == [State.RUNNING]
 
 
 @pytest.mark.parametrize("name", [".rank-0.record.tmp", "rank-0.lock", "notes.txt", ".rank-0.record"])
@@ -83,7 +83,7 @@ def test_other_files_are_passed_over(reader, tmp_path, name):
     (tmp_path / "job").mkdir()
     (tmp_path / "job" / name).write_bytes(b"")
     (tmp_path / name).write_bytes(b"")
-    assert reader.scan(is_scrape=True).rejections == ()
+    assert reader.scan("prometheus").rejections == ()
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_records_that_cannot_be_shown_are_refused(reader, tmp_path, reason, reco
     """A record copied to another rank's name, or with senseless figures, would spoil a whole scrape."""
     with living(tmp_path, make_record(0)) as (store,):
         store.write(wire.encode(record))
-        snapshot = reader.scan(is_scrape=True)
+        snapshot = reader.scan("prometheus")
     assert (snapshot.ranks, snapshot.num_errors[reason]) == ((), 1)
 
 
@@ -111,8 +111,8 @@ def test_no_descriptor_is_left_open(reader, tmp_path):
     (tmp_path / "bad").mkdir()
     (tmp_path / "bad" / "rank-0.record").write_bytes(b"garbage")
     with living(tmp_path, make_record()):
-        reader.scan(is_scrape=True)
+        reader.scan("prometheus")
         before = list(Path("/proc/self/fd").iterdir())
         for _ in range(5):
-            reader.scan(is_scrape=True)
+            reader.scan("prometheus")
         assert len(list(Path("/proc/self/fd").iterdir())) == len(before)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import gc
+import threading
 
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.callback import callback_handler
 
 from torchmem.engine import native
 from torchmem.labelers.frames import ModuleFrames
@@ -134,3 +136,120 @@ def test_close_puts_the_class_back(watch):
         assert model.seen == [0]
     finally:
         nn.Module.__call__ = original
+
+
+def in_a_thread(work):
+    thread = threading.Thread(target=work)
+    thread.start()
+    return thread
+
+
+def test_closing_while_another_thread_compiles(watch):
+    """A compilation that ends after close() would put the wrapper back for good."""
+    original = vars(nn.Module)["__call__"]
+    hooks, _ = watch(Probe())
+    compiling, may_go_on = threading.Event(), threading.Event()
+
+    def compile_something():
+        with callback_handler.install_callbacks(None, "0"):
+            compiling.set()
+            may_go_on.wait(30)
+
+    thread = in_a_thread(compile_something)
+    compiling.wait(30)
+    assert vars(nn.Module)["__call__"] is original
+    hooks.close()
+    may_go_on.set()
+    thread.join()
+    assert vars(nn.Module)["__call__"] is original
+
+
+def test_closing_while_a_compilation_ends(watch, monkeypatch):
+    """A compilation that still finds the monitor on would put the wrapper back after close() has taken it off."""
+    original = vars(nn.Module)["__call__"]
+    hooks, _ = watch(Probe())
+    threads = []
+
+    def look_and_lose_the_processor(self):
+        found = is_active.fget(self)
+        if self is hooks and not threads:
+            threads.append(in_a_thread(hooks.close))
+            threads[0].join(0.5)  # as far as it gets
+        return found
+
+    is_active = HookSet.active
+    with callback_handler.install_callbacks(None, "0"):
+        monkeypatch.setattr(HookSet, "active", property(look_and_lose_the_processor))
+    threads[0].join()
+    assert vars(nn.Module)["__call__"] is original
+
+
+def test_closing_while_another_thread_runs_the_model(watch):
+    """An exception of ours would reach a forward that was running when the monitor was closed."""
+    failures, stop = [], threading.Event()
+
+    def run():
+        try:
+            while not stop.is_set():
+                with callback_handler.install_callbacks(None, "0"):
+                    pass
+                model(1)
+        except Exception as error:  # noqa: BLE001
+            failures.append(error)
+
+    model = nn.Sequential(Probe(), Probe())
+    original = vars(nn.Module)["__call__"]
+    threads = [in_a_thread(run) for _ in range(3)]
+    try:
+        for _ in range(200):
+            hooks, _ = watch(model)
+            hooks.close()
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+    assert failures == []
+    assert vars(nn.Module)["__call__"] is original
+
+
+class Tree(nn.Module):
+    """Calls itself; notes how many frames are open and what the books say of what it made before."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def forward(self, x, depth):
+        made = x + 1
+        made = self(made, depth - 1) if depth else made
+        self.seen.append(native.load().stack_depth())
+        return made
+
+
+def test_the_root_may_call_itself(engine, watch):
+    """The inner call would end the outer one, whose bytes were then nobody's, and count as another iteration."""
+    model = Tree()
+    _, before = watch(model)
+    for _ in range(2):
+        model(torch.ones(1), 2)
+    assert model.seen == [3, 2, 1] * 2
+    assert [call[1][1] for call in before] == [2, 1, 0] * 2  # the labeler of modules asks which is the outermost
+    assert engine.stack_depth() == 0
+
+
+def test_the_outermost_call_of_the_root_is_known(engine):
+    """A new iteration would go unnoticed, or one begin inside another."""
+    model, asked, hooks = Tree(), [], HookSet("test")
+    owners = OwnerTable(model, 2)
+    engine.reset(owners.parents)
+    engine.set_gate(True)
+    frames = ModuleFrames(engine, owners, lambda *_: asked.append(frames.is_root_inside_itself()))
+    frames.attach(hooks)
+    try:
+        model(torch.ones(1), 2)
+        engine.push_label(0, 0)  # something else is open: an optimizer's step whose closure runs the model
+        model(torch.ones(1), 1)
+    finally:
+        engine.cut_stack(0)
+        hooks.close()
+    assert asked == [False, True, True, False, True]

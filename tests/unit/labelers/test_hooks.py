@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 
 from torchmem.engine import native
@@ -123,3 +126,90 @@ def test_undone_last_in_first_out(hooks):
         label(hooks, Greeter)
     hooks.close()
     assert Greeter.greet is original
+
+
+def greeter_of_its_own():
+    """An object with a method of its own, which holds the object, as memory trackers leave them behind."""
+    greeter = Greeter()
+    greeter.greet = lambda name: f"bye {name} of {type(greeter).__name__}"
+    return greeter
+
+
+def label_own(hooks, greeter, after=None):
+    """Patches the object's own method by a native label call."""
+    engine = native.load()
+
+    def make(original):
+        return engine.make_label_call(
+            original, lambda _: engine.make_target(0), after, hooks.fail, int(RefType.ALL_GATHER), -1, -1
+        )
+
+    hooks.patch_own(greeter, "greet", make)
+
+
+def test_an_objects_own_method_is_labelled_and_given_back(hooks):
+    """A method that one object has of its own would be called with the wrong arguments, or not come back."""
+    seen, greeter = [], greeter_of_its_own()
+    before = dict(vars(greeter))
+    label_own(hooks, greeter, seen.append)
+    hooks.labeler = "another"
+    label_own(hooks, greeter, seen.append)
+    assert greeter.greet("you") == "bye you of Greeter"
+    assert seen == [greeter, greeter]
+    hooks.close()
+    assert vars(greeter) == before
+    assert greeter.greet("you") == "bye you of Greeter"
+
+
+def test_an_object_whose_own_method_is_labelled_can_go(hooks):
+    """A sharded model that the job drops would live on, with all its memory, for as long as it is watched."""
+    greeter = greeter_of_its_own()
+    label_own(hooks, greeter)
+    assert greeter.greet("you") == "bye you of Greeter"
+    gone = weakref.ref(greeter)
+    del greeter
+    gc.collect()
+    assert gone() is None
+    hooks.close()
+    assert not hooks.failure
+
+
+def test_an_objects_own_method_that_somebody_wrapped_passes_through(hooks):
+    """After close() a tool that wrapped the method meanwhile would still label, or fail."""
+    seen, greeter = [], greeter_of_its_own()
+    label_own(hooks, greeter, seen.append)
+    ours = greeter.greet
+    greeter.greet = lambda name: ours(name).upper()
+    hooks.close()
+    assert greeter.greet("you") == "BYE YOU OF GREETER"
+    assert seen == []
+
+
+def test_a_part_that_cannot_be_switched_off_costs_only_itself(hooks, caplog):
+    """One part that fails on the way out would leave every patch on torch, or reach the training loop."""
+
+    class Mine(Greeter):
+        def greet(self, name):
+            return name
+
+    def fail():
+        raise ValueError("ours")
+
+    before = dict(vars(Mine))
+    label(hooks, Mine)
+    hooks.on_off(fail)
+    hooks.close()
+    assert dict(vars(Mine)) == before
+    assert "cannot be switched off" in caplog.text
+
+
+def test_a_hook_that_fails_because_it_was_closed_is_silent(hooks, caplog):
+    """Closing while another thread trains would be reported as a failure of torchmem's."""
+
+    def close_and_fail():
+        hooks.close()
+        raise AttributeError("gone")
+
+    hooks.guarded(close_and_fail)()
+    assert not hooks.failure
+    assert caplog.records == []

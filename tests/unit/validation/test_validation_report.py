@@ -20,12 +20,13 @@ FULL_PEAK = {
 }
 
 
-def summary(*rows, is_complete=True):
+def summary(*rows, is_complete=True, remarks=()):
     return Summary(
         torchmem_version="1.2",
         environment={"torch": "2.13", "driver": "", "ranks": 2},
         is_complete=is_complete,
         num_by_status={"ok": len(rows)},
+        remarks=list(remarks),
         rows=list(rows),
     )
 
@@ -67,6 +68,13 @@ def test_table_in_a_file_has_no_bar(capsys):
     assert "\x1b" not in out
     assert [line.split()[0] for line in out.splitlines()] == ["row", "row", "0", "torchmem"]
     assert out.splitlines()[2:] == ["0 ok; interrupted", "torchmem 1.2, torch 2.13, ranks 2"]
+
+
+def test_remarks_are_shown(capsys):
+    """The user would take a run for what was asked for, or for a passed one, though nothing was validated."""
+    for reporter in (Table(["row"]), Json()):
+        reporter.closes(summary(remarks=["there is one GPU: 1 of 8 ranks are run"]))
+        assert "there is one GPU: 1 of 8 ranks are run" in capsys.readouterr().out
 
 
 def test_json_is_one_document(capsys):

@@ -55,7 +55,7 @@ def test_cells_round_trip():
 
 def test_header_is_as_documented():
     """Readers of other releases would not recognise the file."""
-    assert struct.unpack("<8sHHIQ", DATA[:24]) == (b"torchmem", 1, 1, zlib.crc32(PAYLOAD), len(PAYLOAD))
+    assert struct.unpack("<8sHHIQ", DATA[:24]) == (b"torchmem", 1, 2, zlib.crc32(PAYLOAD), len(PAYLOAD))
 
 
 def test_every_truncation_is_refused():
@@ -100,10 +100,57 @@ def test_newer_minor_with_unknown_fields_is_read():
     assert wire.decode(framed(msgspec.msgpack.encode(newer), minor=wire.MINOR + 1)) == RECORD
 
 
+def oom(**changes):
+    """A failed allocation of the small record's device, with changes."""
+    return wire.OutOfMemory(
+        **{
+            "number": 1,
+            "device": "cuda:0",
+            "time": 1_700_000_090.0,
+            "step": 411,
+            "phase": 1,
+            "module": 3,
+            "reftype": 14,
+            "requested_bytes": 1 << 40,
+            "held_bytes": 16 * small_records.MIB,
+            "holders": wire.pack_cells(small_records.PEAK),
+            **changes,
+        }
+    )
+
+
+@pytest.mark.parametrize("event", [oom(), oom(holders=b"", held_bytes=0), oom(holders=b""), oom(phase=1 << 20)])
+def test_failures_round_trip(event):
+    """What filled the device when an allocation failed would not reach the sidecar."""
+    record = small_records.record(oom_events=[event, oom(number=2)])
+    assert wire.decode(wire.encode(record)) == record
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        pytest.param(oom(module=5), id="unknown module"),
+        pytest.param(oom(module=-1), id="negative module"),
+        pytest.param(oom(reftype=18), id="unknown reftype"),
+        pytest.param(oom(held_bytes=16 * small_records.MIB - 1), id="parts above the whole"),
+        pytest.param(oom(held_bytes=-1, holders=b""), id="negative whole"),
+        pytest.param(oom(requested_bytes=-1), id="negative request"),
+        pytest.param(oom(step=-1), id="negative step"),
+        pytest.param(oom(time=float("nan")), id="no time"),
+        pytest.param(oom(holders=wire.pack_cells([*small_records.PEAK, small_records.PEAK[0]])), id="cell twice"),
+        pytest.param(oom(holders=wire.pack_cells([wire.Cell(9, 0, 1)])), id="cell of no module"),
+        pytest.param(oom(holders=b"x"), id="no whole cell"),
+    ],
+)
+def test_failures_that_make_no_sense_are_refused(event):
+    """Whoever reads a failure would fail on it, or show parts that are more than the whole."""
+    assert reason(wire.encode(small_records.record(oom_events=[oom(), event]))) == "books"
+
+
 def test_missing_fields_with_defaults_are_read():
     """Upgrading the sidecar before the library would blind it."""
     older = plain()
-    for name in ("ring", "labelers", "counters"):
+    for name in ("ring", "labelers", "counters", "oom_events"):
         del older[name]
     for name in ("limit_bytes", "other_bytes", "model", "uuid", "allocator"):
         del older["devices"][0][name]

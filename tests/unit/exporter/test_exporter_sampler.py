@@ -10,22 +10,36 @@ from hypothesis import strategies as st
 from records import GIB, cells, make_device, make_record, total
 from torchmem.model import RefType
 from torchmem.wire import record as wire
-from torchmem_exporter import __version__, catalog
+from torchmem_exporter import catalog
+from torchmem_exporter.budget import Budget, Level
 from torchmem_exporter.labels import MAX_LABEL_BYTES, clean_label
 from torchmem_exporter.lifecycle import State
 from torchmem_exporter.reader import Rank, Snapshot
-from torchmem_exporter.samples import families
+from torchmem_exporter.sampler import Sampler, versions
 
 JOB = "llama-pretrain"
 
 
-def values(*ranks, errors=None):
-    """Metric -> labels -> value."""
-    snapshot = Snapshot(taken_at=0.0, ranks=ranks, rejections=(), num_errors=errors or {}, problem="")
-    found = list(families(snapshot))
-    assert all(len({s.labels for s in family.samples}) == len(family.samples) for family in found)
-    assert all(len(s.labels) == len(family.metric.labels) for family in found for s in family.samples)
-    return {family.metric: {s.labels: s.value for s in family.samples} for family in found}
+def snapshot_of(*ranks):
+    """A scan that found these ranks."""
+    return Snapshot(taken_at=0.0, ranks=ranks, rejections=(), num_errors={}, problem="")
+
+
+def values(*ranks):
+    """Metric -> labels -> value, at the level that hides nothing."""
+    blocks = Sampler(Budget(Level.FULL)).blocks(snapshot_of(*ranks))
+    assert len({block.key for block in blocks}) == len(blocks)
+    found = {}
+    for block in blocks:
+        order = [catalog.METRICS.index(series.metric) for series in block.series]
+        assert order == sorted(set(order))
+        for series in block.series:
+            points = found.setdefault(series.metric, {})
+            for labels, value in zip(series.labels, series.values, strict=True):
+                assert len(labels) == len(series.metric.labels)
+                assert labels not in points
+                points[labels] = value
+    return found
 
 
 def running(record):
@@ -35,7 +49,7 @@ def running(record):
 def test_values_of_a_rank():
     """A figure of the record would be served under another metric's name."""
     record = make_record(1, num_modules=2)
-    got = values(running(record), errors={"magic": 3})
+    got = values(running(record))
     on_device, on_rank = (JOB, "1", "cuda:1"), (JOB, "1")
     (device,) = record.devices
     expected = {
@@ -77,12 +91,11 @@ def test_values_of_a_rank():
         },
         catalog.WORLD_SIZE: {(JOB,): 8},
         catalog.LABELER_UP: {(*on_rank, "modules"): 1, (*on_rank, "fsdp2"): 0},
-        catalog.SNAPSHOT_ERRORS: {("magic",): 3},
-        catalog.BUILD_INFO: {(__version__, ""): 1, ("0.1.0", "2.13.0+cpu"): 1},
+        catalog.MODULES_FOLDED: {on_rank: 0},
     }
     assert {metric: got[metric] for metric in expected} == expected
-    books = [m for m in catalog.METRICS if "reftype" in m.labels]
-    assert set(got) == set(expected) | set(books)
+    books = {m for m in catalog.METRICS if "reftype" in m.labels} - {catalog.MODULE_EXCESS}
+    assert set(got) == set(expected) | books
 
 
 @pytest.mark.parametrize(
@@ -154,7 +167,7 @@ def test_rank_without_memory_keeps_its_counters():
     """A crashed rank would seem to hold memory, or lose what tells who it was."""
     got = values(Rank("job/rank-0.record", make_record(), State.CRASHED, has_memory=False))
     kept = {"OOMS", "RETRIES", "STEP_NUMBER", "STEPS", "STEP_TIME", "TRACKER_TIME", "SNAPSHOT_TIMESTAMP"}
-    kept |= {"START_TIMESTAMP", "RANK_UP", "RANK_STATE", "RANK_INFO", "WORLD_SIZE", "LABELER_UP", "BUILD_INFO"}
+    kept |= {"START_TIMESTAMP", "RANK_UP", "RANK_STATE", "RANK_INFO", "WORLD_SIZE", "LABELER_UP"}
     assert set(got) == {getattr(catalog, name) for name in kept}
     assert got[catalog.RANK_UP] == {(JOB, "0"): 0}
 
@@ -172,11 +185,56 @@ def test_world_size_is_the_newest_attempts():
     assert values(running(new), running(old))[catalog.WORLD_SIZE] == {(JOB,): 4}
 
 
-def test_versions_of_ranks_and_sidecar_are_told():
+def test_versions_of_ranks_are_told_once():
     """A mix of versions on a host would stay hidden."""
-    ranks = [running(make_record(i, torch_version=v)) for i, v in enumerate(["2.13.0", "2.12.1", "2.13.0"])]
-    expected = {("0.1.0", "2.12.1"): 1, ("0.1.0", "2.13.0"): 1, (__version__, ""): 1}
-    assert values(*ranks)[catalog.BUILD_INFO] == expected
+    identities = [make_record(i, torch_version=v).identity for i, v in enumerate(["2.13.0", "2.12.1", "2.13.0"])]
+    assert versions(identities) == [("0.1.0", "2.12.1"), ("0.1.0", "2.13.0")]
+
+
+def test_what_has_not_changed_is_the_same_object():
+    """Every scrape would be rendered anew, however little has changed."""
+    sampler = Sampler(Budget())
+    first, second = running(make_record(0)), running(make_record(1))
+    before = sampler.blocks(snapshot_of(first, second))
+    after = sampler.blocks(snapshot_of(first, running(make_record(1, step=41))))
+    assert [one is two for one, two in zip(before, after, strict=True)] == [True, False, True]
+    for one, two in zip(before[1].series, after[1].series, strict=True):
+        assert one.labels is two.labels
+
+
+def test_a_changed_state_is_a_change():
+    """A crashed rank would be shown as running for as long as its record stays the same."""
+    sampler, record = Sampler(Budget()), make_record()
+    sampler.blocks(snapshot_of(running(record)))
+    crashed = Rank("job/rank-0.record", record, State.CRASHED, has_memory=False)
+    block = sampler.blocks(snapshot_of(crashed))[0]
+    assert catalog.MODULE_USAGE not in {series.metric for series in block.series}
+
+
+def test_counts_of_earlier_attempts_are_kept():
+    """An out-of-memory error that ended one attempt would be forgotten with it."""
+    rank = Rank(
+        "j/rank-0.record", make_record(), State.RUNNING, has_memory=True, ooms={"cuda:0": 3}, retries={"cuda:0": 7}
+    )
+    got = values(rank)
+    assert got[catalog.OOMS] == {(JOB, "0", "cuda:0"): 3}
+    assert got[catalog.RETRIES] == {(JOB, "0", "cuda:0"): 7}
+
+
+def test_a_new_attempt_starts_with_nothing_remembered():
+    """Modules of a model that is gone would be shown at 0 for ever."""
+    sampler = Sampler(Budget(Level.FULL))
+    sampler.blocks(snapshot_of(running(make_record(num_modules=9))))
+    block = sampler.blocks(snapshot_of(running(make_record(num_modules=3, attempt="another"))))[0]
+    (usage,) = [series for series in block.series if series.metric is catalog.MODULE_USAGE]
+    assert {labels[3] for labels in usage.labels} == set(make_record(num_modules=3).modules)
+
+
+def test_core_tells_of_labelers_that_failed_only():
+    """The cheapest level would spend a tenth of its budget on what is well."""
+    block = Sampler(Budget(Level.CORE)).blocks(snapshot_of(running(make_record())))[0]
+    (labelers,) = [series for series in block.series if series.metric is catalog.LABELER_UP]
+    assert labelers.labels == ((JOB, "0", "fsdp2"),)
 
 
 def test_jobs_are_kept_apart():

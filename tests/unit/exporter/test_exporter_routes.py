@@ -1,4 +1,4 @@
-"""The application's answers: routes, methods, negotiation, and what a fault costs."""
+"""The routes' answers: paths, methods, negotiation, what may be shared, and what a fault costs."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from records import WRITTEN_AT, leave, living, make_record
 from sidecars import Clock, application, ask, series, states
 from torchmem_exporter.reader import Reader
+from torchmem_exporter.routes import Request
 
 OPENMETRICS = "application/openmetrics-text;version=1.0.0"
 PROMETHEUS_2_42 = f"{OPENMETRICS},application/openmetrics-text;version=0.0.1;q=0.75,text/plain;version=0.0.4;q=0.5,*/*"
@@ -41,13 +42,6 @@ def test_routes(app, ranks, path, status, content_type):
     reply = ask(app, path)
     assert (reply.status, reply.headers["Content-Type"]) == (status, content_type)
     assert int(reply.headers["Content-Length"]) == len(reply.body)
-
-
-@pytest.mark.parametrize("path", ["/metrics", "/healthz", "/readyz", "/"])
-def test_head_has_the_headers_of_get_and_no_body(app, ranks, path):
-    """A checker that asks for headers only would hang on a body, or be refused."""
-    head, get = ask(app, path, "HEAD"), ask(app, path)
-    assert (head.status, head.body, head.headers["Content-Type"]) == (200, b"", get.headers["Content-Type"])
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "OPTIONS"])
@@ -127,3 +121,24 @@ def test_no_sample_carries_a_timestamp(app, ranks):
     """Prometheus would not mark series as stale when a rank goes."""
     lines = [line for line in ask(app).text.splitlines() if not line.startswith("#")]
     assert [line for line in lines if line.count(" ") != 1 and "(outside modules)" not in line] == []
+
+
+def test_only_like_requests_share_an_answer(app):
+    """A scraper would be sent what another one asked for, or a look would use up the showing of a scrape."""
+
+    def shared(method="GET", **headers):
+        request = Request(method, "/metrics", {name.replace("_", "-"): value for name, value in headers.items()})
+        return app.route(request).shared(request)
+
+    kinds = [shared(), shared(accept=OPENMETRICS), shared(accept_encoding="gzip"), shared("HEAD")]
+    assert len(set(kinds)) == len(kinds)
+    assert shared(accept=PROMETHEUS_2_42, accept_encoding="br, gzip") == shared(
+        accept=OPENMETRICS, accept_encoding="gzip"
+    )
+
+
+def test_only_health_is_open_and_never_waits(app):
+    """Figures would be shown to anybody, or a probe would have to wait for a scrape."""
+    routes = {path: app.route(Request("GET", path)) for path in ("/", "/metrics", "/healthz", "/readyz", "/nowhere")}
+    assert {path for path, route in routes.items() if route.is_open} == {"/healthz"}
+    assert {path for path, route in routes.items() if route.is_instant} == {"/healthz", "/nowhere"}
