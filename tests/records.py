@@ -75,6 +75,7 @@ def make_ring(num_steps, device):
         steps=b"".join(struct.pack("<q", step) for step in range(num_steps)),
         ended_at=b"".join(struct.pack("<d", STARTED_AT + step) for step in range(num_steps)),
         phases=bytes(8 * num_steps),
+        input_sizes=bytes(8 * num_steps),
         devices=[wire.RingDevice(name=device.name, step_peak=row * num_steps, step_end=row * num_steps)],
     )
 

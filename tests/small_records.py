@@ -73,6 +73,7 @@ def ring(num_steps=2):
         steps=array.array("q", range(num_steps)).tobytes(),
         ended_at=array.array("d", [1_700_000_000.0 + step for step in range(num_steps)]).tobytes(),
         phases=array.array("q", [7] * num_steps).tobytes(),
+        input_sizes=array.array("q", [512] * num_steps).tobytes(),
         devices=[wire.RingDevice(name="cuda:0", step_peak=row * num_steps, step_end=row * num_steps)],
     )
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import ctypes
 import logging
 import os
 import signal
@@ -41,6 +42,8 @@ if TYPE_CHECKING:
 _END_SIGNALS = frozenset({signal.SIGTERM, signal.SIGINT})
 _THREADS_SECONDS = 0.2
 _LAST_PUSH_SECONDS = 5.0
+_M_ARENA_MAX = -8
+"""Of glibc's malloc.h."""
 
 _EPILOG = """\
 GET /metrics   Prometheus text or OpenMetrics, as the scraper asks; gzip where accepted
@@ -117,6 +120,7 @@ def run(config: ValidatedConfig) -> None:
         ConfigError: the address cannot be listened on, a file cannot be used, or a library is missing.
         OSError: the server died.
     """
+    _share_memory_between_threads()
     with _signals_held():
         # Only now: a Ctrl-C during the imports is held too, and so ends the process without a traceback.
         try:
@@ -137,6 +141,15 @@ def run(config: ValidatedConfig) -> None:
         configure(config.log_format, config.log_level)
         with _pushing(config, exposition):
             asyncio.run(_live(server, config))
+
+
+def _share_memory_between_threads() -> None:
+    """Makes all threads allocate from one arena: each of them may make an exposition, one at a time.
+
+    By default each thread keeps what its largest exposition took, which on a large node is tens of megabytes.
+    """
+    with contextlib.suppress(AttributeError, OSError):  # another C library than glibc
+        ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
 
 
 @contextlib.contextmanager

@@ -160,11 +160,11 @@ class RankParts:
         for points in self._points.values():
             points.frozen = tuple(points.labels)
         by_label: dict[str, list[int]] = {}
-        for module in range(len(self._names)):
-            by_label.setdefault(self._module_label(module), []).append(module)
+        for index in range(len(self._names)):
+            by_label.setdefault(self._module_label(index), []).append(index)
         self._alike = list(by_label.values())
         held = {key & MODULE_MASK for cells in self._cells.values() for key in cells}
-        self.num_hidden = sum(not self._is_shown(module) for module in held)
+        self.num_hidden = sum(not self._is_shown(index) for index in held)
 
     def _is_shown(self, module: int) -> bool:
         """Whether a module is shown under its own name."""

@@ -79,7 +79,7 @@ class Counting:
         optimizer: whose step ends a step; None for the first that trains the model.
         depth: how deep modules are told apart.
         on_step: called after that optimizer has stepped.
-        before_forward: called before the root's forward.
+        before_forward: called before the root's forward with the number of elements of its inputs.
 
     Attributes:
         native: the loaded engine; None before ``attach``.
@@ -95,7 +95,7 @@ class Counting:
         *,
         depth: int,
         on_step: Callable[[], None],
-        before_forward: Callable[[], None],
+        before_forward: Callable[[int], None],
     ) -> None:
         self._subject: tuple[nn.Module, Optimizer | None] | None = (model, optimizer)
         self._depth = depth
@@ -188,11 +188,11 @@ class Counting:
         from torchmem.labelers.recompute import RecomputeLabeler
         from torchmem.labelers.state_dict import StateDictLabeler
 
-        def before_forward() -> None:
+        def before_forward(num_elements: int) -> None:
             optimizers.before_forward()
             if not self._has_cuda and self._attach_cuda():
                 modules.adopt_held()  # what was moved there meanwhile
-            self._before_forward()
+            self._before_forward(num_elements)
 
         def after_step() -> None:
             if not state_dicts.running:  # torch makes missing optimizer state by a step of its own

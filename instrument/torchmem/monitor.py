@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 RING_STEPS = 512
 FACTS_INTERVAL_SECONDS = 1.0
 MAX_FORWARDS_IN_STEP = 1000
+MAX_INPUT_SIZE = (1 << 63) - 1
 NO_STEP = "no step has ended in 1000 forwards: pass the optimizer to install(), or call monitor.step()"
 
 logger = logging.getLogger("torchmem")
@@ -79,6 +80,7 @@ class Monitor:
         self._step_number = 0
         self._step_seconds = 0.0
         self._num_forwards = 0
+        self._input_size = 0
         self._own_seconds = 0.0
         self._ring: deque[Step] = deque(maxlen=RING_STEPS)
         self._facts: list[Any] = []
@@ -112,13 +114,20 @@ class Monitor:
         # Ctrl-C is how people end a run; any other exception is a crash, which the last record must not deny.
         self._close(is_clean=error is None or isinstance(error, KeyboardInterrupt))
 
-    def step(self) -> None:
+    def step(self, tokens: int | None = None) -> None:
         """Ends the step now; from the first call on the optimizer no longer does.
 
         For loops without an optimizer, or with a rule of their own.
+
+        Args:
+            tokens: how large the step's input was, in any unit of the job's; by default the number of elements of the
+                largest inputs that the model was called with. Where lengths vary, so does memory: knowing by how much
+                tells a leak from a long batch.
         """
         began = time.perf_counter()
         self._by_hand = True
+        if tokens is not None:
+            self._input_size = _whole(tokens)
         if self._counting is not None:
             self._counting.label_now()
         self._try_end_step()
@@ -210,8 +219,9 @@ class Monitor:
         if self._native is not None:
             self._close_books(counts=counts)
 
-    def _before_forward(self) -> None:
+    def _before_forward(self, num_elements: int) -> None:
         self._num_forwards += 1
+        self._input_size = max(self._input_size, min(num_elements, MAX_INPUT_SIZE))
         if self._num_forwards == MAX_FORWARDS_IN_STEP:
             logger.warning("%s: nothing new is published", NO_STEP)
 
@@ -223,8 +233,10 @@ class Monitor:
         phases, rows = self._native.end_step()
         if counts:
             devices = {device: (at_peak, at_end) for device, _, _, at_peak, at_end in rows}
-            self._ring.append(Step(self._step_number, time.time(), phases | self._phases, devices))
+            phases |= self._phases
+            self._ring.append(Step(self._step_number, time.time(), phases, self._input_size, devices))
             self._phases = 0
+        self._input_size = 0
         if now - self._facts_at >= FACTS_INTERVAL_SECONDS or len(self._facts) != len(rows):
             self._facts_at = now
             self._refresh_facts(rows)
@@ -320,3 +332,11 @@ class Monitor:
             store, lambda final: wire.encode(self._record(final=final)), self.settings.publish_interval
         )
         self._publisher.start()
+
+
+def _whole(tokens: Any) -> int:
+    """A size as the record holds it; 0, which means unknown, for what is none."""
+    try:
+        return min(max(0, int(tokens)), MAX_INPUT_SIZE)
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        return 0

@@ -34,6 +34,7 @@ class Step:
     number: int
     ended_at: float
     phases: int
+    input_size: int
     devices: dict[int, tuple[bytes, bytes]]
     """By device: totals by reftype at the peak and at the end, int64 little-endian."""
 
@@ -153,6 +154,7 @@ def ring_columns(steps: Sequence[Step]) -> wire.Ring:
         steps=array.array("q", [step.number for step in steps]).tobytes(),
         ended_at=array.array("d", [step.ended_at for step in steps]).tobytes(),
         phases=array.array("q", [step.phases for step in steps]).tobytes(),
+        input_sizes=array.array("q", [step.input_size for step in steps]).tobytes(),
         devices=[
             wire.RingDevice(
                 name=device_name(device),

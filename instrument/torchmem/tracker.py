@@ -290,5 +290,5 @@ def _leaves(value: Any) -> Iterator[Any]:
         )
 
 
-def _nothing() -> None:
+def _nothing(*_arguments: object) -> None:
     """What is done before a forward."""

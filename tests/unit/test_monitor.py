@@ -263,6 +263,32 @@ def test_phases_and_ring(model, settings):
         assert sum(rows[-width:]) == monitor.snapshot().devices[0].step_peak_bytes
 
 
+def input_sizes(monitor) -> list[int]:
+    """Of the record's steps."""
+    return memoryview(monitor.snapshot().ring.input_sizes).cast("q").tolist()
+
+
+def test_the_size_of_inputs_is_noted(model, settings):
+    """A long batch could not be told from a leak."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with torchmem.install(model, optimizer, **settings) as monitor:
+        for batches in ((3,), (2, 5, 4), (1,)):
+            for num_rows in batches:
+                model(torch.ones(num_rows, SIZE)).sum().backward()
+            optimizer.step()
+        optimizer.step()
+        assert input_sizes(monitor) == [3 * SIZE, 5 * SIZE, SIZE, 0]
+
+
+@pytest.mark.parametrize(("tokens", "expected"), [(7, 7), (None, 3 * SIZE), (-1, 0), ("many", 0), (1 << 70, (1 << 63) - 1)])
+def test_the_job_may_say_how_large_a_step_was(model, settings, tokens, expected):
+    """Sizes in the job's own unit would be ignored, or a senseless one would stop the training."""
+    with torchmem.install(model, **settings) as monitor:
+        model(torch.ones(3, SIZE)).sum().backward()
+        monitor.step(tokens)
+        assert input_sizes(monitor) == [expected]
+
+
 def test_close_puts_everything_back(model, settings):
     """A hook table, an allocator or torch's optimizer hooks would differ after close()."""
     from torch.optim import optimizer as optim

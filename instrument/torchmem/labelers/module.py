@@ -42,7 +42,8 @@ class ModuleLabeler:
         native: the loaded engine.
         owners: the table of owners.
         is_claimed: whether another labeler names this parameter and its gradient (sharded ones).
-        before_forward: called before the root's forward, for labelers that must notice a new iteration.
+        before_forward: called before the root's forward with the number of elements of its inputs, for what must
+            notice a new iteration.
     """
 
     name = "module"
@@ -52,7 +53,7 @@ class ModuleLabeler:
         native: Any,
         owners: OwnerTable,
         is_claimed: Callable[[torch.Tensor], bool],
-        before_forward: Callable[[], None],
+        before_forward: Callable[[int], None],
     ) -> None:
         self.hooks = HookSet(self.name)
         self._native = native
@@ -130,10 +131,10 @@ class ModuleLabeler:
     def _root_pre_forward(self, _module: nn.Module, args: Any, kwargs: Any) -> None:
         if self.frames.is_root_inside_itself():  # no new iteration, and its arguments are activations
             return
-        self._before_forward()
-        for tensor in tensors_in((args, kwargs)):
-            if not isinstance(tensor, nn.Parameter):
-                self._adopt(tensor, ROOT_OWNER, RefType.INPUT)
+        inputs = [tensor for tensor in tensors_in((args, kwargs)) if not isinstance(tensor, nn.Parameter)]
+        self._before_forward(sum(tensor.numel() for tensor in inputs))
+        for tensor in inputs:
+            self._adopt(tensor, ROOT_OWNER, RefType.INPUT)
 
 
 def _gradient_of(tensor: torch.Tensor) -> torch.Tensor | None:

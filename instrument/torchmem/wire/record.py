@@ -135,6 +135,8 @@ class Ring(msgspec.Struct, kw_only=True, frozen=True):
     """float64: Unix seconds."""
     phases: bytes = b""
     """int64: ``torchmem.model.Phase`` flags of what the step held."""
+    input_sizes: bytes = b""
+    """int64: how large the step's input was, as the job says or in elements; 0 where unknown; since 1.2."""
     devices: list[RingDevice] = []
 
 
@@ -264,6 +266,7 @@ def _check(record: Record) -> None:
         _check_oom(event, num_modules, num_reftypes)
     num_steps = len(record.ring.steps) // 8
     columns = [record.ring.steps, record.ring.ended_at, record.ring.phases]
+    columns += [record.ring.input_sizes] if record.ring.input_sizes else []
     rows = [column for device in record.ring.devices for column in (device.step_peak, device.step_end)]
     if any(len(c) != 8 * num_steps for c in columns) or any(len(r) != 8 * num_steps * num_reftypes for r in rows):
         raise RecordError("books", "the ring's columns differ in length")

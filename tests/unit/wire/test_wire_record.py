@@ -222,7 +222,7 @@ def test_a_record_without_checkpoint_peaks_is_read():
     assert device.checkpoint_peaks == {}
 
 
-@pytest.mark.parametrize("column", ["steps", "ended_at", "phases"])
+@pytest.mark.parametrize("column", ["steps", "ended_at", "phases", "input_sizes"])
 def test_ring_columns_of_unequal_length_are_refused(column):
     """Drift would be judged on steps and sizes that do not belong together."""
     ring = msgspec.structs.replace(small_records.ring(2), **{column: small_records.ring(3).steps})
