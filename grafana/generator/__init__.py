@@ -1,0 +1,1 @@
+"""What Prometheus is told about torchmem's series, generated from one catalogue: rules, alerts, runbooks."""
