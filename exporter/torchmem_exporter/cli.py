@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 _END_SIGNALS = frozenset({signal.SIGTERM, signal.SIGINT})
 _THREADS_SECONDS = 0.2
 _LAST_PUSH_SECONDS = 5.0
+_LAST_LOOK_SECONDS = 0.5
 _M_ARENA_MAX = -8
 """Of glibc's malloc.h."""
 
@@ -139,7 +140,7 @@ def run(config: ValidatedConfig) -> None:
         server = Server(Routes(exposition), guard, config.host, config.port)
         exposition.parts.append(lambda: own.of_server(server.counts, guard))
         configure(config.log_format, config.log_level)
-        with _pushing(config, exposition):
+        with _watching(exposition), _pushing(config, exposition):
             asyncio.run(_live(server, config))
 
 
@@ -150,6 +151,19 @@ def _share_memory_between_threads() -> None:
     """
     with contextlib.suppress(AttributeError, OSError):  # another C library than glibc
         ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
+
+
+@contextlib.contextmanager
+def _watching(exposition: Exposition) -> Iterator[None]:
+    """Judges the ranks meanwhile, also when nobody scrapes."""
+    from torchmem_exporter.watcher import Watcher
+
+    watcher = Watcher(exposition)
+    watcher.start()
+    try:
+        yield
+    finally:
+        watcher.close(_LAST_LOOK_SECONDS)
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ from prometheus_client.openmetrics.exposition import generate_latest as generate
 
 from torchmem_exporter import __version__, catalog, own
 from torchmem_exporter.budget import Budget
+from torchmem_exporter.judge import Judge
 from torchmem_exporter.points import Block, Series, in_order
 from torchmem_exporter.reader import Reader, Snapshot
 from torchmem_exporter.sampler import Sampler, versions
@@ -39,7 +40,8 @@ class Exposition:
     def __init__(self, reader: Reader, budget: Budget, timer: Callable[[], float] = time.perf_counter) -> None:
         self.reader = reader
         self.parts: list[Callable[[], Iterable[Series]]] = []
-        self._sampler = Sampler(budget)
+        self._judge = Judge(reader.state)
+        self._sampler = Sampler(budget, self._judge)
         self._timer = timer
         self._renderer = TextRenderer()
         self._own_renderer = TextRenderer()
@@ -58,6 +60,13 @@ class Exposition:
             snapshot = self.reader.scan(consumer)
             blocks = self._sampler.blocks(snapshot)
             return (*blocks, self._own_block(snapshot, self._timer() - began))
+
+    def look(self, *, is_last: bool = False) -> None:
+        """Judges what is new, so that no step is missed between scrapes, and keeps what was learned."""
+        with self._guard:
+            for rank in self.reader.scan(None).ranks:
+                self._judge.judge(rank)
+            self._judge.save(is_due=is_last)
 
     def text(self, consumer: str | None, *, is_openmetrics: bool) -> tuple[bytes, ...]:
         """The text of a scrape, in pieces.

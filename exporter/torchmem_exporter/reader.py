@@ -151,6 +151,11 @@ class Reader:
         self._tallies = Tallies(self._state)
         self._undertaker = Undertaker()
 
+    @property
+    def state(self) -> StateFile:
+        """What outlives the sidecar."""
+        return self._state
+
     def scan(self, consumer: str | None) -> Snapshot:
         """Reads what has changed and judges every rank.
 

@@ -14,6 +14,7 @@ from torchmem.wire.record import Device, Identity, Record
 from torchmem_exporter import catalog
 from torchmem_exporter.budget import Budget, Level
 from torchmem_exporter.catalog import Metric
+from torchmem_exporter.judge import Judge, Verdict
 from torchmem_exporter.labels import clean_label
 from torchmem_exporter.lifecycle import State
 from torchmem_exporter.parts import RankParts
@@ -36,10 +37,12 @@ class Sampler:
 
     Args:
         budget: what a rank may cost.
+        judge: tells whose memory drifts; None where nobody is to be judged.
     """
 
-    def __init__(self, budget: Budget) -> None:
+    def __init__(self, budget: Budget, judge: Judge | None = None) -> None:
         self._budget = budget
+        self._judge = judge
         self._attempts: dict[tuple[str, str], _Attempt] = {}
         self._jobs: dict[str, Block] = {}
 
@@ -64,6 +67,9 @@ class Sampler:
             rank = attempt.rank
             points = _Points()
             _add_rank(points, key, rank, only_faults=self._budget.level is Level.CORE)
+            verdicts = self._judge.judge(rank) if self._judge else {}
+            for device, verdict in verdicts.items():
+                _add_verdict(points, (*key, clean_label(device)), verdict, has_memory=rank.has_memory)
             parts: list[Series] = []
             if rank.has_memory:
                 parts = attempt.parts.series(rank.record, points.num_points + 1)
@@ -154,6 +160,24 @@ def _add_device(points: _Points, labels: tuple[str, ...], device: Device) -> Non
         peaks[operation] = max(num_bytes, peaks.get(operation, 0))
     for operation, num_bytes in peaks.items():
         points.add(catalog.CHECKPOINT_PEAK, (*labels, operation), num_bytes)
+
+
+def _add_verdict(points: _Points, labels: tuple[str, ...], verdict: Verdict, *, has_memory: bool) -> None:
+    judgement = verdict.judgement
+    for reason, num_resets in sorted(judgement.num_resets.items()):
+        points.add(catalog.BASELINE_RESETS, (*labels, reason), num_resets)
+    if not has_memory:
+        return
+    points.add(catalog.BASELINE, labels, judgement.baseline_bytes)
+    points.add(catalog.DRIFT_RATIO, labels, judgement.drift_ratio)
+    points.add(catalog.GROWTH, labels, judgement.growth_bytes_per_second)
+    points.add(catalog.EXHAUSTION, labels, judgement.exhausted_at)
+    if judgement.baseline_bytes is not None:
+        points.add(catalog.DRIFTING, (*labels, "level"), int(judgement.is_level_drifting))
+    if judgement.growth_bytes_per_second is not None:
+        points.add(catalog.DRIFTING, (*labels, "floor"), int(judgement.is_floor_growing))
+    for module, reftype, num_bytes in verdict.growers:
+        points.add(catalog.MODULE_EXCESS, (*labels, clean_label(module), clean_label(reftype)), num_bytes)
 
 
 def _info_labels(record: Record) -> tuple[str, ...]:

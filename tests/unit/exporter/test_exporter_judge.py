@@ -1,0 +1,218 @@
+"""Ranks are judged from the records that they leave, across scrapes, restarts and attempts."""
+
+from __future__ import annotations
+
+import array
+import random
+
+import msgspec
+import pytest
+
+from records import living, make_device, make_record
+from torchmem.model import REFTYPE_LABELS, Phase, RefType
+from torchmem.wire import record as wire
+from torchmem_exporter import catalog
+from torchmem_exporter.budget import Budget
+from torchmem_exporter.composition import Composition, Part
+from torchmem_exporter.exposition import Exposition
+from torchmem_exporter.judge import SAVE_SECONDS, Grower, Judge, grown, learned
+from torchmem_exporter.lifecycle import State
+from torchmem_exporter.reader import Rank, Reader
+from torchmem_exporter.state import StateFile
+
+MIB = 1 << 20
+MODULES = ["(outside modules)", "(root)", "layers.0.mlp", "layers.1.mlp", "layers.2.mlp"]
+USUAL = 100 * MIB
+RING = 512
+
+
+class Job:
+    """One rank of a job whose memory is known step by step; ``leak`` is held by one module from a step on."""
+
+    def __init__(self, *, leak_from=None, leak_bytes=0, leaker="layers.1.mlp", attempt="first", seed=0):
+        self.leak_from, self.leak_bytes, self.leaker = leak_from, leak_bytes, leaker
+        self.attempt = attempt
+        self.random = random.Random(seed)
+        self.rows = []
+
+    def leaked(self, step):
+        return self.leak_bytes * max(0, step - self.leak_from) if self.leak_from is not None else 0
+
+    def run(self, num_steps):
+        """Goes on for some steps."""
+        for _ in range(num_steps):
+            step = len(self.rows) + 1
+            noise = self.random.randrange(64) * 512
+            leaked = self.leaked(step)
+            self.rows.append((step, 1_700_000_000.0 + step, USUAL + leaked + noise, USUAL // 2 + leaked))
+        return self
+
+    def record(self):
+        """What the rank would have left now."""
+        cells = {(m, int(RefType.ACTIVATION)): USUAL // 3 for m in range(2, 5)}
+        step, _, peak, end = self.rows[-1]
+        cells[MODULES.index(self.leaker), int(RefType.ACTIVATION)] += self.leaked(step)
+        cells[1, int(RefType.TEMPORARY)] = peak - sum(cells.values())
+        book = wire.pack_cells(wire.Cell(*key, num_bytes) for key, num_bytes in cells.items())
+        rest = wire.pack_cells([wire.Cell(1, int(RefType.OTHER), end)])
+        books = {"step_peak": book, "usage": rest, "active_peak": b"", "usage_bytes": end, "step_peak_bytes": peak}
+        device = make_device(0, 1, **books, limit_bytes=1000 * MIB, other_bytes=0)
+        ring = self.rows[-RING:]
+        other = int(RefType.OTHER)
+        columns = wire.Ring(
+            steps=array.array("q", [row[0] for row in ring]).tobytes(),
+            ended_at=array.array("d", [row[1] for row in ring]).tobytes(),
+            phases=array.array("q", [int(Phase.FORWARD | Phase.OPTIMIZER)] * len(ring)).tobytes(),
+            devices=[
+                wire.RingDevice(
+                    name=device.name,
+                    step_peak=b"".join(total(other, row[2]) for row in ring),
+                    step_end=b"".join(total(other, row[3]) for row in ring),
+                )
+            ],
+        )
+        return make_record(0, 1, devices=[device], modules=MODULES, ring=columns, step=step, attempt=self.attempt)
+
+    def rank(self):
+        """The rank as the reader would show it."""
+        return Rank("j/rank-0.record", self.record(), State.RUNNING, has_memory=True)
+
+
+def total(reftype, num_bytes):
+    """A row of the ring."""
+    return array.array("q", [num_bytes if r == reftype else 0 for r in range(len(REFTYPE_LABELS))]).tobytes()
+
+
+@pytest.fixture
+def state(tmp_path):
+    return StateFile(tmp_path / "state")
+
+
+def verdict(judge, job):
+    """What is known of the job's one device."""
+    return judge.judge(job.rank())["cuda:0"]
+
+
+def go_on(judge, job, num_steps, every=100):
+    """Runs the job, judged now and then."""
+    for _ in range(num_steps // every):
+        found = verdict(judge, job.run(every))
+    return found
+
+
+def test_a_leak_is_found_and_its_module_named(state):
+    """Nobody would be told, or somebody would be told the wrong module."""
+    found = go_on(Judge(state), Job(leak_from=600, leak_bytes=MIB // 8), 1200)
+    assert found.judgement.is_floor_growing
+    assert found.judgement.exhausted_at > 1_700_001_200.0
+    (grower,) = found.growers
+    assert (grower.module, grower.reftype) == ("layers.1.mlp", "activation")
+    assert grower.num_bytes > 60 * MIB
+
+
+def test_a_flat_job_is_left_alone(state):
+    """Everybody would be told, all the time, and stop listening."""
+    found = go_on(Judge(state), Job(), 1500)
+    assert found.judgement.baseline_bytes == pytest.approx(USUAL, rel=0.01)
+    assert (found.judgement.is_level_drifting, found.judgement.is_floor_growing) == (False, False)
+    assert found.growers == ()
+
+
+def test_what_was_learned_outlives_the_sidecar(state):
+    """A restart of the sidecar would take the drifted level for the usual one."""
+    job = Job(leak_from=700, leak_bytes=MIB // 4)
+    judge = Judge(state, clock=lambda: 1_700_000_700.0)
+    before = go_on(judge, job, 700)
+    judge.save(is_due=True)
+    after = go_on(Judge(StateFile(state.path)), job, 500)
+    assert after.judgement.baseline_bytes == before.judgement.baseline_bytes
+    assert after.growers[0].module == "layers.1.mlp"
+    assert after.judgement.num_resets == {"attempt": 0, "configuration": 0, "manual": 0}
+
+
+def test_a_new_attempt_is_learned_anew(state):
+    """A restarted job would be held against what it was before it was changed."""
+    judge = Judge(state)
+    go_on(judge, Job(), 700)
+    found = verdict(judge, Job(attempt="second").run(10))
+    assert found.judgement.baseline_bytes is None
+    assert found.judgement.num_resets["attempt"] == 1
+
+
+def test_an_unchanged_record_is_judged_once(state):
+    """Every scrape would cost as much as a new step."""
+    judge, rank = Judge(state), Job().run(700).rank()
+    assert judge.judge(rank) is judge.judge(rank)
+
+
+def test_state_is_written_now_and_then(tmp_path):
+    """The disk would be written with every scrape, or never."""
+    now = [0.0]
+    state = StateFile(tmp_path / "state")
+    judge = Judge(state, clock=lambda: now[0])
+    verdict(judge, Job().run(5))
+    judge.save()
+    assert not state.path.exists()
+    now[0] = SAVE_SECONDS
+    judge.save()
+    assert set(learned(StateFile(state.path))) == {"llama-pretrain"}
+
+
+def test_what_is_long_gone_is_forgotten(tmp_path):
+    """The state of a node that has run for a year would hold every job that ever was."""
+    now = [1_700_000_000.0]
+    judge = Judge(StateFile(tmp_path / "state"), clock=lambda: now[0])
+    verdict(judge, Job().run(5))
+    now[0] += 8 * 24 * 3600.0
+    judge.save(is_due=True)
+    assert learned(StateFile(tmp_path / "state")) == {}
+
+
+@pytest.mark.parametrize("section", [b"\xc1", msgspec.msgpack.encode([1, 2]), msgspec.msgpack.encode({"a": 3})])
+def test_a_state_that_makes_no_sense_is_none(tmp_path, section):
+    """One bad file would keep the sidecar from starting."""
+    state = StateFile(tmp_path / "state")
+    state._sections["drift"] = msgspec.Raw(section)
+    assert verdict(Judge(state), Job().run(5)).judgement.baseline_bytes is None
+    assert state.num_failures == 1
+
+
+def composed(**held):
+    """A composition of activations, {layer: MiB}."""
+    parts = [Part(f"layers.{name[1:]}.mlp", "activation", size * MIB) for name, size in held.items()]
+    return Composition(parts=sorted(parts, key=lambda part: -part.num_bytes))
+
+
+def test_one_layer_that_grew_is_named_by_itself():
+    """Somebody would have to search all layers for the one."""
+    found = grown(composed(l0=10, l1=10, l2=10), composed(l0=10, l1=30, l2=11), MIB)
+    assert found == (Grower("layers.1.mlp", "activation", 20 * MIB),)
+
+
+def test_layers_that_grew_alike_are_named_together():
+    """One layer would be blamed for what all do."""
+    found = grown(composed(l0=10, l1=10, l2=10), composed(l0=20, l1=20, l2=20), MIB)
+    assert found == (Grower("layers.*.mlp", "activation", 30 * MIB),)
+
+
+def test_who_grew_little_is_not_named():
+    """The list would be full of noise."""
+    assert grown(composed(l0=10), composed(l0=11), 2 * MIB) == ()
+
+
+def test_a_leak_is_served(tmp_path):
+    """What is known would not reach Prometheus."""
+    job = Job(leak_from=600, leak_bytes=MIB // 8)
+    with living(tmp_path, job.run(100).record()) as (store,):
+        exposition = Exposition(Reader(tmp_path, stale_after=1e12), Budget())
+        for _ in range(11):
+            store.write(wire.encode(job.run(100).record()))
+            exposition.look()
+        block = exposition.blocks("prometheus")[0]
+    found = {series.metric: dict(zip(series.labels, series.values, strict=True)) for series in block.series}
+    key = ("llama-pretrain", "0", "cuda:0")
+    assert found[catalog.DRIFTING][(*key, "floor")] == 1
+    assert found[catalog.BASELINE_RESETS][(*key, "attempt")] == 0
+    assert found[catalog.MODULE_EXCESS][(*key, "layers.1.mlp", "activation")] > 60 * MIB
+    assert found[catalog.GROWTH][key] == pytest.approx(MIB / 8, rel=0.2)
+    assert key in found[catalog.EXHAUSTION]
