@@ -2,7 +2,7 @@
 
 Eight ranks of 200 modules with 11 reftypes in two metrics. Both sides encode the same values in turn, which change
 before every round, and what they make is compared point for point before anything is timed. The first encoding, which
-makes the templates, is told apart. Prints a table, or JSON with ``--json``; exits with 1 when a limit is exceeded.
+makes the templates, is told apart. Prints a table, or JSON with ``--json``; exits with 1 when a full run exceeds a limit.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ def main():
         sys.stdout.write(json.dumps(figures, indent=2) + "\n")
     else:
         sys.stdout.writelines(row(name, value) for name, value in figures.items())
-    return int(any(figures[name] < limit for name, limit in LIMITS.items()))
+    return int(not flags.short and any(figures[name] < limit for name, limit in LIMITS.items()))
 
 
 if __name__ == "__main__":

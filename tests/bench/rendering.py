@@ -3,7 +3,7 @@
 8 ranks of 200 modules and 11 reftypes, two metrics a cell, shown in full. In each round every rank writes a new record;
 then, in turn: the scrape after that change (read, judged, sampled, rendered), the rendering alone, the scrape of
 unchanged records, packing by gzip, and ``generate_latest`` of prometheus_client for the same points. Medians; the
-ratio's interval is that of its rounds. Exits with 1 when a limit is exceeded.
+ratio's interval is that of its rounds. Exits with 1 when a full run exceeds a limit.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def main():
     else:
         show(Console(), figures)
     slow = figures["median_seconds"]["scrape after a change"] > MAX_SCRAPE_SECONDS
-    return int(slow or figures["ratio"] < MIN_RATIO)
+    return int(not flags.short and (slow or figures["ratio"] < MIN_RATIO))
 
 
 if __name__ == "__main__":

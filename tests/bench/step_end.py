@@ -53,7 +53,7 @@ def measure(num_steps: int) -> list[float]:
 
 
 def main() -> int:
-    """Prints the figures; status 1 when the median misses the target."""
+    """Prints the figures; status 1 when the median of a full run misses the target."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--short", action="store_true", help="a few seconds instead of half a minute")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
@@ -71,7 +71,7 @@ def main() -> int:
         print(f"end of a step, {NUM_MODULES} modules, on the training thread")
         for name, value in figures.items():
             print(f"  {name:<10} {value:8.3f}")
-    return int(figures["median_ms"] > TARGET_MS)
+    return int(not wanted.short and figures["median_ms"] > TARGET_MS)
 
 
 if __name__ == "__main__":
