@@ -26,8 +26,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 OLDEST = (3, 10)
 REQUIREMENTS = {
-    "runtime": ["torch", "--editable", ".[exporter]"],
-    "dev": ["torch", "--editable", ".[exporter]", "--group", "dev"],
+    "runtime": ["torch", "--editable", ".[exporter,watch]"],
+    "dev": ["torch", "--editable", ".[exporter,watch]", "--group", "dev"],
 }
 INCLUDES = {"runtime": ("runtime", "dev"), "dev": ("dev",)}
 """For each kind of environment, the stamps that vouch for it."""

@@ -9,6 +9,7 @@ set -euo pipefail
 needed=(
     "prometheus own prometheus promtool"
     "victoria-metrics trixie victoria-metrics"
+    "prometheus-alertmanager trixie prometheus-alertmanager"
 )
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)

@@ -197,6 +197,46 @@ def prometheus(binary, folder, config, *arguments):
 
 
 @contextlib.contextmanager
+def alertmanager(binary, folder, webhook_url):
+    """A real Alertmanager that tells a webhook of each alert at once, and once; see ``prometheus``.
+
+    Args:
+        binary: see ``find_program``.
+        folder: for its configuration, storage and log.
+        webhook_url: where it posts what fires.
+    """
+    address, file = free_address(), folder / "alertmanager.yml"
+    waits = {"group_wait": "1s", "group_interval": "1s", "repeat_interval": "24h"}
+    config = {
+        "route": {"receiver": "webhook", "group_by": ["alertname", "train_job"], **waits},
+        "receivers": [{"name": "webhook", "webhook_configs": [{"url": webhook_url, "send_resolved": False}]}],
+    }
+    file.write_text(json.dumps(config))  # JSON is YAML
+    flags = [
+        f"--config.file={file}",
+        f"--storage.path={folder / 'alertmanager'}",
+        f"--web.listen-address={address}",
+        "--cluster.listen-address=",  # alone
+    ]
+    with running([*_with_its_own_files(binary), *flags], folder / "alertmanager.log") as process:
+        server = Server(process, address, folder / "alertmanager.log")
+        yield wait_for(server, lambda: get(f"{server.url}/-/ready"))
+
+
+def _with_its_own_files(binary):
+    """A command for Debian's Alertmanager, which opens its templates below /usr/share whether installed there or not.
+
+    Unpacked elsewhere it gets a private view of the file system, its own package's /usr/share in the place of the
+    machine's; the process stays the one that was started, and needs no rights.
+    """
+    share = Path(binary).resolve().parent.parent / "share"
+    if share == Path("/usr/share") or not (share / "prometheus" / "alertmanager").is_dir():
+        return [binary]
+    script = 'mount --bind "$0" /usr/share && exec "$@"'
+    return ["unshare", "--map-root-user", "--mount", "sh", "-c", script, str(share), binary]
+
+
+@contextlib.contextmanager
 def victoria_metrics(binary, folder, *arguments):
     """A real VictoriaMetrics that names what OTLP brings as Prometheus does; see ``prometheus``."""
     address = free_address()

@@ -44,6 +44,12 @@ def prometheus():
 
 
 @pytest.fixture(scope="session")
+def alertmanager():
+    """Path of Alertmanager."""
+    return find_tool("prometheus-alertmanager")
+
+
+@pytest.fixture(scope="session")
 def victoria_metrics():
     """Path of VictoriaMetrics."""
     return find_tool("victoria-metrics")

@@ -43,7 +43,7 @@ WANDERING_SPREADS = 6.0
 """Likewise of a job whose memory wanders."""
 LARGE_SHIFT = 1.5
 """Times the least shift that counts; a smaller one must stand still, as a wandering job's does not."""
-STILL_SPREADS = 1.5
+STILL_SPREADS = 2.2
 """Most that blocks that stand still differ, in those of the baseline."""
 CALM_BLOCKS = 6
 """Blocks in the median of what is held now."""
@@ -54,6 +54,9 @@ WANDERING_BLOCKS = 32
 """Likewise of a job whose memory wanders."""
 HIGHEST_BLOCKS = 32
 """Blocks whose highest step peak counts as the present one."""
+
+MAX_SIZE = float(1 << 62)
+"""Of an input, in any unit; from 1 on."""
 
 _APART = int(Phase.CHECKPOINT | Phase.EVAL)
 _STEPS_AFTER_APART = 2
@@ -178,9 +181,8 @@ class Drift(msgspec.Struct, kw_only=True):
                 if math.isfinite(step.ended_at):
                     self.last_time = step.ended_at
                 if step.peak_bytes > 0 and not self._sets_apart(step.phases):
-                    size = step.size if math.isfinite(step.size) else 0
                     peak, end = float(step.peak_bytes), float(max(0, step.end_bytes))
-                    self._take(Sample(step.number, step.ended_at, peak, end, float(size)))
+                    self._take(Sample(step.number, step.ended_at, peak, end, _known_size(step.size)))
 
     def _sets_apart(self, phases: int) -> bool:
         """Whether a step is no ordinary one."""
@@ -203,7 +205,7 @@ class Drift(msgspec.Struct, kw_only=True):
 
     def _learn(self, learning: Learning) -> None:
         settled = learning.settled()
-        if self.floor is None and (settled or len(learning.samples) >= MAX_SAMPLES):
+        if self.floor is None and (settled or learning.num_steps >= MAX_SAMPLES):
             # A job that has not settled until now may be one that leaks from its first step on.
             self._raise_floor(settled or learning.samples[len(learning.samples) // 8 :], learning.stride)
         self.level = learning.level(settled)
@@ -234,14 +236,14 @@ class Drift(msgspec.Struct, kw_only=True):
             self._judge_block(block)
 
     def _usual_end(self, sample: Sample) -> float:
-        return sample.end - self.end_curve.extra(self._end_size(sample)) if self.end_curve else sample.end
+        return sample.end - self.end_curve.explained(self._end_size(sample)) if self.end_curve else sample.end
 
     def _end_size(self, sample: Sample) -> float:
         return sample.size if self.is_end_by_size else sample.peak - sample.end
 
     def _usual_peak(self, sample: Sample) -> float:
         curve = self.level.curve if self.level is not None else None
-        return sample.peak - curve.extra(sample.size) if curve else sample.peak
+        return sample.peak - curve.explained(sample.size) if curve else sample.peak
 
     def _judge_block(self, block: _Block) -> None:
         first, last = block.samples[0], block.samples[-1]
@@ -345,6 +347,11 @@ def fingerprint_of(identity: Identity) -> str:
     """
     mesh = ",".join(f"{name}={identity.mesh[name]}" for name in sorted(identity.mesh))
     return f"world_size={identity.world_size} engine={identity.engine} mesh={mesh}"
+
+
+def _known_size(size: float) -> float:
+    """A size that can be reckoned with, or 0."""
+    return min(float(size), MAX_SIZE) if size >= 1 else 0.0  # what is no number is not at least 1
 
 
 def _num_blocks(level: Level) -> int:

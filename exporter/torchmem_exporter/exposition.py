@@ -64,8 +64,10 @@ class Exposition:
     def look(self, *, is_last: bool = False) -> None:
         """Judges what is new, so that no step is missed between scrapes, and keeps what was learned."""
         with self._guard:
-            for rank in self.reader.scan(None).ranks:
+            ranks = self.reader.scan(None).ranks
+            for rank in ranks:
                 self._judge.judge(rank)
+            self._judge.release(ranks)
             self._judge.save(is_due=is_last)
 
     def text(self, consumer: str | None, *, is_openmetrics: bool) -> tuple[bytes, ...]:

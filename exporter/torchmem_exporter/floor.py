@@ -13,6 +13,7 @@ Known limits: the first tooth of a saw higher than ``MIN_GROWTH`` looks like a l
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from statistics import median
 
 import msgspec
@@ -150,7 +151,7 @@ def steady_growth(xs: Sequence[float], ys: Sequence[float], min_growth: float) -
     """The slope of a window that grows steadily by at least so much; None of any other."""
     size = len(xs) // 4
     quarters = [median(ys[start : start + size]) for start in range(len(xs) - 4 * size, len(xs), size)]
-    rises = [b - a for a, b in zip(quarters, quarters[1:], strict=False)]
+    rises = [b - a for a, b in pairwise(quarters)]
     risen = quarters[-1] - quarters[0]
     # Quarters' middles are three quarters of a window apart: most windows of most jobs end here, at little cost.
     if risen < min_growth / 2 or min(rises) <= 0 or max(rises) > _MAX_QUARTER * risen:

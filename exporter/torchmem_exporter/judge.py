@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 import msgspec
@@ -32,6 +32,8 @@ LEAST_SHARE = 0.01
 OWN_SHARE = 0.5
 KEEP_SECONDS = 7 * 24 * 3600.0
 SAVE_SECONDS = 60.0
+MAX_SECTION_BYTES = 8 << 20
+"""Of what is kept, beyond which those ranks are forgotten that have not stepped for longest."""
 
 Drifts = dict[str, dict[str, dict[str, Drift]]]
 """By job, rank and device."""
@@ -84,8 +86,7 @@ class Judge:
 
     def judge(self, rank: Rank) -> Mapping[str, Verdict]:
         """What is known of a rank's devices, by their names."""
-        identity = rank.record.identity
-        key = clean_label(identity.train_job), str(identity.rank)
+        key = _key(rank)
         known = self._judged.get(key)
         if known is None or known.record is not rank.record:
             drifts = self._drifts.setdefault(key[0], {}).setdefault(key[1], {})
@@ -104,18 +105,45 @@ class Judge:
         if self._is_saved or not (is_due or now - self._saved_at >= SAVE_SECONDS):
             return
         self._forget(now - KEEP_SECONDS)
-        self._state.save(SECTION, msgspec.msgpack.encode(self._drifts))
+        self._state.save(SECTION, self._section())
         self._saved_at, self._is_saved = now, True
+
+    def release(self, present: Iterable[Rank]) -> None:
+        """Lets go of the records of all other ranks; what was learned of them stays."""
+        gone = self._judged.keys() - {_key(rank) for rank in present}
+        for key in gone:
+            del self._judged[key]
+
+    def _section(self) -> bytes:
+        """What is kept; makes it fit."""
+        while len(section := msgspec.msgpack.encode(self._drifts)) > MAX_SECTION_BYTES:
+            stepped = [
+                (max((drift.last_time for drift in drifts.values()), default=0.0), job, rank)
+                for job, ranks in self._drifts.items()
+                for rank, drifts in ranks.items()
+            ]
+            for _, job, rank in sorted(stepped)[: (len(stepped) + 1) // 2]:
+                self._remove(job, rank)
+        return section
+
+    def _remove(self, job: str, rank: str) -> None:
+        ranks = self._drifts[job]
+        del ranks[rank]
+        if not ranks:
+            del self._drifts[job]
+        self._judged.pop((job, rank), None)
 
     def _forget(self, before: float) -> None:
         """Lets go of what has not stepped since."""
         for job, ranks in list(self._drifts.items()):
             for rank, drifts in list(ranks.items()):
                 if all(drift.last_time < before for drift in drifts.values()):
-                    del ranks[rank]
-                    self._judged.pop((job, rank), None)
-            if not ranks:
-                del self._drifts[job]
+                    self._remove(job, rank)
+
+
+def _key(rank: Rank) -> tuple[str, str]:
+    identity = rank.record.identity
+    return clean_label(identity.train_job), str(identity.rank)
 
 
 def _verdicts(record: Record, drifts: dict[str, Drift], before: Mapping[str, Verdict]) -> Mapping[str, Verdict]:

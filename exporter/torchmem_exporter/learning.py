@@ -109,11 +109,13 @@ class Learning(msgspec.Struct):
 
     def settled(self) -> list[Sample]:
         """The steps after warm-up; none when that is not over."""
-        peaks = block_medians([sample.peak for sample in self.samples], BLOCK_STEPS)
-        ends = block_medians([sample.end for sample in self.samples], BLOCK_STEPS)
-        latest = max(len(peaks) // 2, len(peaks) - 2 * _MIN_BLOCKS)
-        for start in range(1, min(latest, len(peaks) - _MIN_BLOCKS) + 1):
-            if _is_settled(peaks[start:], self._noise("peak")) and _is_settled(ends[start:], self._noise("end")):
+        columns = [sample.peak for sample in self.samples], [sample.end for sample in self.samples]
+        blocks = [block_medians(column, BLOCK_STEPS) for column in columns]
+        noises = [median_error(step_spread(column), BLOCK_STEPS) for column in columns]
+        num_blocks = len(blocks[0])
+        latest = min(max(num_blocks // 2, num_blocks - 2 * _MIN_BLOCKS), num_blocks - _MIN_BLOCKS)
+        for start in range(1, latest + 1):
+            if all(_is_settled(each[start:], noise) for each, noise in zip(blocks, noises, strict=True)):
                 return self.samples[start * BLOCK_STEPS :]
         return []
 
@@ -129,11 +131,11 @@ class Learning(msgspec.Struct):
         samples = settled or self.samples[len(self.samples) // 2 :]
         sizes = [sample.size for sample in samples]
         curve = fit(sizes, [sample.peak for sample in samples])
-        peaks = [sample.peak - curve.extra(sample.size) if curve else sample.peak for sample in samples]
-        middle = median(peaks)
+        peaks = [sample.peak - curve.explained(sample.size) if curve else sample.peak for sample in samples]
+        middle = max(1.0, median(peaks))
         blocks = block_medians(peaks, BLOCK_STEPS)
         noise = median_error(step_spread(peaks), BLOCK_STEPS)
-        is_wandering = self._wanders(blocks, noise, _NEGLIGIBLE * abs(middle)) or not settled
+        is_wandering = self._wanders(blocks, noise, _NEGLIGIBLE * middle) or not settled
         if varies(sizes):
             noise_of_sizes = median_error(step_spread(sizes), BLOCK_STEPS)
             is_wandering |= self._wanders(block_medians(sizes, BLOCK_STEPS), noise_of_sizes, 0.0)
@@ -146,7 +148,7 @@ class Learning(msgspec.Struct):
             return None
         return Level(
             num_bytes=middle,
-            spread_bytes=max(_block_spread(blocks, noise, is_wandering=is_wandering), _LEAST_SPREAD * abs(middle)),
+            spread_bytes=max(_block_spread(blocks, noise, is_wandering=is_wandering), _LEAST_SPREAD * middle),
             highest_bytes=max(sample.peak for sample in samples),
             is_wandering=is_wandering,
             num_steps=self.num_steps,
@@ -169,10 +171,6 @@ class Learning(msgspec.Struct):
         if not is_calm and self.num_steps < USUAL_STEPS:
             return False
         return error <= _LEVEL_ERROR * middle or self.num_steps >= NOISY_STEPS
-
-    def _noise(self, column: str) -> float:
-        values = [getattr(sample, column) for sample in self.samples]
-        return median_error(step_spread(values), BLOCK_STEPS)
 
 
 def _block_spread(blocks: Sequence[float], noise: float, *, is_wandering: bool) -> float:

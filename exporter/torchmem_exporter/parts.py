@@ -14,6 +14,7 @@ and the smallest reftypes are summed as ``__other__`` too; at least one point a 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -96,6 +97,8 @@ class RankParts:
         """Names of the modules that are shown; None: all."""
         self._shown_reftypes: frozenset[int] | None = None
         self._points: dict[Metric, _Points] = {}
+        self._allowance = math.inf
+        """The last one."""
 
     def series(self, record: Record, num_others: int) -> list[Series]:
         """The record's books as series.
@@ -112,9 +115,13 @@ class RankParts:
         is_new = self._note(books)
         if is_new:
             self._place()
-        if allowance is not None and ((is_new and self._is_over(allowance)) or self._is_challenged(books)):
-            self._choose(books, allowance)
-            self._place()
+        if allowance is not None:
+            # What is told besides may become more, when the rank begins to drift.
+            may_be_over = is_new or allowance < self._allowance
+            self._allowance = allowance
+            if (may_be_over and self._is_over(allowance)) or self._is_challenged(books):
+                self._choose(books, allowance)
+                self._place()
         return list(self._filled(books))
 
     # -- what is remembered
@@ -207,10 +214,10 @@ class RankParts:
             self._choose_reftypes(books, allowance)
 
     def _choose_reftypes(self, books: Sequence[_Book], allowance: int) -> None:
-        held: dict[int, int] = {}
+        held = {key >> REFTYPE_SHIFT: 0 for cells in self._cells.values() for key in cells}
         for book in books:
             for key, amount in zip(book.keys, book.amounts, strict=True):
-                held[key >> REFTYPE_SHIFT] = held.get(key >> REFTYPE_SHIFT, 0) + amount
+                held[key >> REFTYPE_SHIFT] += amount
         kept = sorted(held, key=lambda reftype: (-held[reftype], reftype))
         while self._num_points() > allowance and kept:
             kept.pop()

@@ -60,6 +60,9 @@ REASONS = (
 )
 """Why a record may be rejected; counted from zero, so that the first rejection shows as an increase."""
 
+KEEP_CONSUMER_SECONDS = 3600.0
+"""How long after its last scrape a consumer is waited for with what it has still to be shown."""
+
 
 class Rejection(NamedTuple):
     """A file or folder that a scan could not use."""
@@ -146,7 +149,8 @@ class Reader:
         self._guard = threading.Lock()
         self._entries: dict[tuple[str, str], _Entry] = {}
         self._num_errors = Counter(dict.fromkeys(REASONS, 0))
-        self._consumers: set[str] = set()
+        self._asked_at: dict[str, float] = {}
+        """By consumer."""
         self._state = StateFile(state_path or directory / FILE_NAME)
         self._tallies = Tallies(self._state)
         self._undertaker = Undertaker()
@@ -165,9 +169,12 @@ class Reader:
                 only.
         """
         with self._guard:
+            now = self._clock()
             if consumer is not None:
-                self._consumers.add(consumer)
-            watch = _Watch(self._clock(), self._stale_after, consumer, frozenset(self._consumers))
+                self._asked_at[consumer] = now
+            # One who asked once, by hand, must not keep the ranks that ended since in memory.
+            asking = frozenset(name for name, at in self._asked_at.items() if now - at <= KEEP_CONSUMER_SECONDS)
+            watch = _Watch(now, self._stale_after, consumer, asking)
             scan = _Scan(watch, self._entries, self._tallies, self._undertaker)
             problem = scan.run(self.directory)
             self._entries = scan.entries
@@ -196,7 +203,7 @@ class _Watch:
     stale_after: float
     consumer: str | None
     consumers: frozenset[str]
-    """All that ever asked."""
+    """All that have asked lately."""
 
 
 class _Scan:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 from statistics import fmean, median
 
 SIGMAS_PER_MAD = 1.4826
@@ -31,7 +32,7 @@ def middle_mean(values: Sequence[float]) -> float:
 
 def step_spread(values: Sequence[float]) -> float:
     """Standard deviation from one value to the next, whatever the values wander to in the long run."""
-    differences = [b - a for a, b in zip(values, values[1:], strict=False)]
+    differences = [b - a for a, b in pairwise(values)]
     return spread(differences, 0.0) / math.sqrt(2)
 
 
@@ -42,7 +43,7 @@ def smoothness(values: Sequence[float]) -> float:
     middle, reach = median(values), 3 * spread(values)
     kept = [min(max(value, middle - reach), middle + reach) - middle for value in values]
     variance = sum(value * value for value in kept) / len(kept)
-    changes = [(b - a) ** 2 for a, b in zip(kept, kept[1:], strict=False)]
+    changes = [(b - a) ** 2 for a, b in pairwise(kept)]
     return sum(changes) / len(changes) / (2 * variance) if variance and changes else 1.0
 
 
@@ -52,14 +53,14 @@ def median_error(sigma: float, num_values: int) -> float:
 
 
 def slope(xs: Sequence[float], ys: Sequence[float]) -> float:
-    """The Theil-Sen slope: the median of those of all pairs; ``xs`` must increase.
+    """The Theil-Sen slope: the median of those of all pairs; ``xs`` must not decrease.
 
     Costs the square of the number of points: meant for some dozens.
     """
     pairs: list[float] = []
     for i in range(len(xs) - 1):
         x, y = xs[i], ys[i]
-        pairs += [(b - y) / (a - x) for a, b in zip(xs[i + 1 :], ys[i + 1 :], strict=True)]
+        pairs += [(b - y) / (a - x) for a, b in zip(xs[i + 1 :], ys[i + 1 :], strict=True) if a > x]
     return median(pairs) if pairs else 0.0
 
 

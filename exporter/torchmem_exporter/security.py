@@ -7,7 +7,7 @@ caught half-written must not open the door. What protects must suffice for the a
 
 bcrypt runs in one thread of its own, so that a flood of wrong passwords takes no worker from those who are let in.
 
-Known limit: such a flood delays the first request of a client with the right password.
+Known limit: such a flood delays the first request of a client with the right password, or has it told to come again.
 """
 
 from __future__ import annotations
@@ -239,6 +239,8 @@ def _check_change(path: Path, before: WebConfig, after: WebConfig) -> None:
     was_required = before.tls is not None and before.tls.requires_client_cert
     if was_required and not (after.tls is not None and after.tls.requires_client_cert):
         raise ConfigError(f"web-config {path}: client certificates cannot be made optional without a restart")
+    if before.tls and before.tls.client_allowed_sans and not (after.tls and after.tls.client_allowed_sans):
+        raise ConfigError(f"web-config {path}: client_allowed_sans cannot be dropped without a restart")
 
 
 def _load_tokens(path: Path, _in_force: tuple[bytes, ...] | None) -> Loaded[tuple[bytes, ...]]:

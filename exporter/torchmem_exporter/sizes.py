@@ -46,7 +46,7 @@ class Curve(msgspec.Struct, kw_only=True, frozen=True):
     highest: float
     """Past these sizes nothing more, or less, is explained."""
 
-    def extra(self, size: float) -> float:
+    def explained(self, size: float) -> float:
         """Bytes that an input of this size costs more than one of the usual size; 0 if the size is unknown."""
         if not size > 0:
             return 0.0
@@ -92,7 +92,7 @@ def fit(sizes: Sequence[float], num_bytes: Sequence[float]) -> Curve | None:
         lowest=low,
         highest=high + _MARGIN * (high - low),
     )
-    return msgspec.structs.replace(bare, reference=bare.extra(median([size for size, _ in known])))
+    return msgspec.structs.replace(bare, reference=bare.explained(median([size for size, _ in known])))
 
 
 def _knots(known: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:

@@ -67,8 +67,10 @@ class StateFile:
         self._sections[name] = msgspec.Raw(section)
         content = msgspec.msgpack.encode(_Content(version=VERSION, sections=self._sections))
         try:
+            if len(content) > MAX_BYTES:
+                raise _UnusableError(f"it would be larger than {MAX_BYTES} bytes, and not be read again")
             _replace(self.path, content)
-        except OSError as error:
+        except (OSError, _UnusableError) as error:
             self._failed("written: a restart of the sidecar will forget what it has counted", error)
 
     def _failed(self, what: str, error: Exception) -> None:

@@ -1,8 +1,9 @@
-"""The command line: ``torchmem show``, ``post-mortem``, ``forecast``, ``build`` and ``validate``.
+"""The command line: ``torchmem show``, ``watch``, ``diff``, ``baseline``, ``post-mortem``, ``forecast``, ``build`` and
+``validate``.
 
-Invariants: ``show`` and ``post-mortem`` import no torch, so that they run beside a job in an image that has none; a
-failure is one line on stderr and exit status 1, arguments that make no sense are status 2; Ctrl-C and a closed pipe end
-it quietly, with the status a shell expects (130, 141).
+Invariants: those of them that read records import no torch, so that they run beside a job in an image that has none; a
+failure is one line on stderr and exit status 1 (of ``diff`` 2, as 1 says that memory grew), arguments that make no
+sense are status 2; Ctrl-C and a closed pipe end it quietly, with the status a shell expects (130, 141).
 """
 
 from __future__ import annotations
@@ -17,15 +18,20 @@ from pathlib import Path
 from typing import Any
 
 import torchmem
+from torchmem import baseline_cli, diff_cli
 from torchmem.errors import BuildError
 from torchmem.forecasting import command as forecasting
+from torchmem.watching import command as watching
 
 EXAMPLE = """\
 example:
   torchmem show                          every rank of every job of this host
   torchmem show --job train --rank 0     one rank
   torchmem show --by reftype --usage     what is alive between steps, by purpose
+  torchmem watch                         the same, live
   torchmem post-mortem                   who died, how, and who held what then
+  torchmem diff before/ after/           what grew from one run to another; status 1 where it is more than 5%
+  torchmem baseline save main            keep what is usual of a run, to compare later ones with
   torchmem forecast train.py:build       what the job will hold, before it starts and without its hardware
   torchmem build                         compile the engine ahead of the job
   torchmem validate                      check every way of training against independent counts, on this host
@@ -99,6 +105,9 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser("build", help=help_text, description=f"{help_text.capitalize()}.")
     forecasting.add_parser(commands)
     _add_validate(commands)
+    watching.add_parser(commands)
+    diff_cli.add_parser(commands)
+    baseline_cli.add_parser(commands)
     return parser
 
 
@@ -307,9 +316,12 @@ def _complain(line: str) -> None:
 
 
 _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
+    "baseline": lambda arguments: baseline_cli.run(arguments, _print_json, _print_drawn),
     "build": _build,
+    "diff": lambda arguments: diff_cli.run(arguments, _print_json, _print_drawn),
     "forecast": forecasting.run,
     "post-mortem": _post_mortem,
     "show": _show,
     "validate": _validate,
+    "watch": lambda arguments: watching.run(arguments, _print_drawn),
 }

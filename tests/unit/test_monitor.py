@@ -280,7 +280,9 @@ def test_the_size_of_inputs_is_noted(model, settings):
         assert input_sizes(monitor) == [3 * SIZE, 5 * SIZE, SIZE, 0]
 
 
-@pytest.mark.parametrize(("tokens", "expected"), [(7, 7), (None, 3 * SIZE), (-1, 0), ("many", 0), (1 << 70, (1 << 63) - 1)])
+@pytest.mark.parametrize(
+    ("tokens", "expected"), [(7, 7), (None, 3 * SIZE), (-1, 0), ("many", 0), (1 << 70, (1 << 63) - 1)]
+)
 def test_the_job_may_say_how_large_a_step_was(model, settings, tokens, expected):
     """Sizes in the job's own unit would be ignored, or a senseless one would stop the training."""
     with torchmem.install(model, **settings) as monitor:

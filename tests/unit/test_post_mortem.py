@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
+import os
 import subprocess
 import sys
 
@@ -215,6 +217,22 @@ def test_senseless_times_do_not_matter(die, tmp_path, capsys, seconds):
     die(attempt="a", seconds=seconds)
     assert shown(capsys, tmp_path)[0]["attempt"] == "a"
     assert cli.main(["post-mortem", str(tmp_path)]) == 0
+
+
+def test_a_folder_that_cannot_be_opened_is_named_once(die, tmp_path, monkeypatch):
+    """One line would be there twice, as if two things were wrong."""
+    die()
+    (tmp_path / "closed").mkdir()
+    real = os.open
+
+    def refuse(path, *arguments, **options):
+        if path == "closed":
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return real(path, *arguments, **options)
+
+    monkeypatch.setattr(os, "open", refuse)
+    found = read_deaths(tmp_path)
+    assert (found.unreadable, len(found.deaths)) == (["closed: Permission denied"], 1)
 
 
 def test_it_needs_no_torch(die, tmp_path):

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from torchmem.errors import RecordError
 from torchmem.wire import postmortem
-from torchmem.wire.ranks import NO_FOLDER, printable, read_ranks
+from torchmem.wire.ranks import printable, read_ranks
 from torchmem.wire.record import OutOfMemory, Record, decode
 from torchmem.wire.store import MAX_RECORD_BYTES, RECORD_NAME, is_held, lock_name, open_record_bytes
 
@@ -94,10 +94,8 @@ def _buried(path: Path, owner: int, unreadable: list[str], wanted: tuple[str | N
         for folder in sorted(os.listdir(root_fd)):  # noqa: PTH208  # no path leads to a descriptor
             try:
                 folder_fd = os.open(folder, _FOLDER_FLAGS, dir_fd=root_fd)
-            except OSError as error:
-                if error.errno not in NO_FOLDER:
-                    unreadable.append(printable(f"{folder}: {error.strerror}"))
-                continue
+            except OSError:
+                continue  # a file, or one that was named when the records in place were read
             try:
                 if folder != postmortem.FOLDER:
                     yield from _read_job(folder_fd, path / folder, uids, unreadable, wanted)

@@ -21,7 +21,7 @@ from torchmem.wire.store import RECORD_NAME, is_held, lock_name, open_record_byt
 STALE_SECONDS = 60.0
 """A held rank whose record is older than this is stale."""
 
-NO_FOLDER = (errno.ENOTDIR, errno.ENOENT, errno.ELOOP)
+_NO_FOLDER = (errno.ENOTDIR, errno.ENOENT, errno.ELOOP)
 """What opening an entry as a folder says when it is a file, has gone, or is a link that is not followed."""
 
 
@@ -81,7 +81,7 @@ def _record_files(root_fd: int, found: Found) -> Iterator[tuple[str, str, int]]:
         try:
             folder_fd = os.open(folder, flags, dir_fd=root_fd)
         except OSError as error:
-            if error.errno not in NO_FOLDER:
+            if error.errno not in _NO_FOLDER:
                 found.unreadable.append(printable(f"{folder}: {error.strerror}"))
             continue
         try:

@@ -290,8 +290,12 @@ def test_a_reload_changes_settings_but_never_drops_protection(folder, authority,
         assert server.guard.num_reload_failures == 3
         sources(folder, *MUTUAL, "client_allowed_sans: [other.example]")
         assert not is_served(server, sure)
-        (folder / "ca.crt").write_bytes(trustme.CA().cert_pem.bytes())
         sources(folder, *MUTUAL)
+        assert not is_served(server, sure)
+        assert server.guard.num_reload_failures == 4
+        sources(folder, *MUTUAL, f"client_allowed_sans: [{SAN}]")
+        assert is_served(server, sure)
+        (folder / "ca.crt").write_bytes(trustme.CA().cert_pem.bytes())
         assert not is_served(server, sure)
 
 

@@ -74,11 +74,11 @@ def test_sums_are_exact_under_every_setting(books, modules, budget, num_others):
                 assert sums == totals
 
 
-@given(st.lists(BOOKS, min_size=1, max_size=4), NAMES, BUDGETS, st.integers(0, 120))
-def test_no_rank_costs_more_than_its_budget(books, modules, budget, num_others):
+@given(st.lists(st.tuples(BOOKS, st.integers(0, 120)), min_size=1, max_size=4), NAMES, BUDGETS)
+def test_no_rank_costs_more_than_its_budget(books, modules, budget):
     """A scrape over the storage's limit would fail whole."""
     parts = RankParts(budget, KEY)
-    for cells in books:
+    for cells, num_others in books:
         record = record_of(cells, modules)
         points = shown(parts, record, num_others)
         num_points = sum(map(len, points.values()))
@@ -216,6 +216,17 @@ def test_a_whole_rank_keeps_its_budget(level, num_devices):
     num_points = sum(len(series.labels) for series in block.series)
     assert num_points <= Budget(level).max_series(num_devices)
     assert catalog.STEP_PEAK in {series.metric for series in block.series}
+
+
+def test_modules_make_room_for_what_is_told_besides():
+    """A rank that begins to drift would cost more than its budget, by the series that say so."""
+    names = [f"block_{letter}.part" for letter in "abcdefghijklmnopqrstuvwxy"]
+    cells = {(module, reftype): MIB * (module + reftype + 1) for module in range(25) for reftype in range(10)}
+    parts, record = RankParts(Budget(), KEY), record_of(cells, names)
+    few, many, again = (shown(parts, record, num_others) for num_others in (40, 60, 40))
+    assert sum(map(len, few.values())) + 40 <= Budget().max_series(1)
+    assert sum(map(len, many.values())) + 60 <= Budget().max_series(1)
+    assert modules_of(again) == modules_of(many) < modules_of(few), "a series would come and go with the drift"
 
 
 def test_choice_skips_nothing_that_is_larger():

@@ -12,6 +12,7 @@ from records import living, make_device, make_record
 from torchmem.model import REFTYPE_LABELS, Phase, RefType
 from torchmem.wire import record as wire
 from torchmem_exporter import catalog
+from torchmem_exporter import judge as judge_module
 from torchmem_exporter.budget import Budget
 from torchmem_exporter.composition import Composition, Part
 from torchmem_exporter.exposition import Exposition
@@ -166,6 +167,29 @@ def test_what_is_long_gone_is_forgotten(tmp_path):
     now[0] += 8 * 24 * 3600.0
     judge.save(is_due=True)
     assert learned(StateFile(tmp_path / "state")) == {}
+
+
+def test_what_is_kept_is_bounded(tmp_path, monkeypatch):
+    """A node with many short jobs would keep more than a restarted sidecar reads, and so nothing at all."""
+    monkeypatch.setattr(judge_module, "MAX_SECTION_BYTES", 4_000)
+    judge = Judge(StateFile(tmp_path / "state"), clock=lambda: 1_700_000_000.0)
+    for number in range(20):
+        rank = Job().run(5 + number).rank()
+        identity = msgspec.structs.replace(rank.record.identity, train_job=f"job-{number:02}")
+        judge.judge(Rank("j", msgspec.structs.replace(rank.record, identity=identity), State.RUNNING, has_memory=True))
+    judge.save(is_due=True)
+    kept = sorted(learned(StateFile(tmp_path / "state")))
+    assert 1 < len(kept) < 20
+    assert kept == [f"job-{number:02}" for number in range(20 - len(kept), 20)], "those that stepped last"
+
+
+def test_records_of_ranks_that_are_gone_are_let_go(state):
+    """The last record of each job of a week would stay in the sidecar's memory."""
+    judge, job = Judge(state), Job()
+    before = go_on(judge, job, 700)
+    judge.release([])
+    assert judge._judged == {}
+    assert go_on(judge, job, 100).judgement.baseline_bytes == before.judgement.baseline_bytes
 
 
 @pytest.mark.parametrize("section", [b"\xc1", msgspec.msgpack.encode([1, 2]), msgspec.msgpack.encode({"a": 3})])

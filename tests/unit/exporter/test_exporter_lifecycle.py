@@ -9,7 +9,7 @@ from sidecars import Clock
 from torchmem.wire.record import encode
 from torchmem.wire.store import RankStore
 from torchmem_exporter.lifecycle import State
-from torchmem_exporter.reader import Reader
+from torchmem_exporter.reader import KEEP_CONSUMER_SECONDS, Reader
 
 
 @pytest.fixture
@@ -92,6 +92,20 @@ def test_exit_is_shown_twice_to_each_consumer(reader, tmp_path):
     assert [shown(reader, "otlp") for _ in range(4)] == [exited, exited, {}, {}]
     assert [shown(reader, consumer) for consumer in (None, "prometheus", None, "prometheus")] == [exited] * 4
     assert [shown(reader, consumer) for consumer in (None, "prometheus", "otlp")] == [{}, {}, {}]
+    assert [entry.record for entry in reader._entries.values()] == [None]
+
+
+def test_who_asks_no_more_is_not_waited_for(reader, tmp_path, clock):
+    """After one look by hand the records of all jobs that ended since would stay in a pushing sidecar's memory."""
+    shown(reader)
+    with living(tmp_path, make_record()) as (store,):
+        shown(reader, "otlp")
+        store.write(encode(make_record(final=True)))
+    for _ in range(3):
+        shown(reader, "otlp")
+    assert [entry.record is None for entry in reader._entries.values()] == [False]
+    clock.now += KEEP_CONSUMER_SECONDS + 1
+    assert shown(reader, "otlp") == {}
     assert [entry.record for entry in reader._entries.values()] == [None]
 
 

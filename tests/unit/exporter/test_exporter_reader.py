@@ -13,6 +13,14 @@ from sidecars import Clock
 from torchmem.errors import RecordError
 from torchmem.wire import record as wire
 from torchmem_exporter import checked
+from torchmem_exporter.checked import (
+    MAX_DEVICES,
+    MAX_LABELERS,
+    MAX_MODULES,
+    MAX_NAME_CHARACTERS,
+    MAX_OPERATIONS,
+    MAX_REFTYPES,
+)
 from torchmem_exporter.lifecycle import State
 from torchmem_exporter.reader import REASONS, Reader
 
@@ -94,6 +102,13 @@ def test_other_files_are_passed_over(reader, tmp_path, name):
         ("values", make_record(step_seconds=float("inf"))),
         ("values", make_record(step=-1)),
         ("values", make_record(devices=[make_device(), make_device()])),
+        ("values", make_record(modules=[str(i) for i in range(MAX_MODULES + 1)])),
+        ("values", make_record(reftypes=[str(i) for i in range(MAX_REFTYPES + 1)], ring=wire.Ring())),
+        ("values", make_record(devices=[make_device(name=str(i)) for i in range(MAX_DEVICES + 1)])),
+        ("values", make_record(labelers=[wire.Labeler(name=str(i), up=True) for i in range(MAX_LABELERS + 1)])),
+        ("values", make_record(checkpoint_peaks={str(i): 1 for i in range(MAX_OPERATIONS + 1)})),
+        ("values", make_record(train_job="j" * (MAX_NAME_CHARACTERS + 1))),
+        ("values", make_record(attempt="a" * (MAX_NAME_CHARACTERS + 1))),
         ("sums", make_record(step_peak_bytes=1)),
         ("sums", make_record(usage_bytes=1)),
     ],

@@ -99,3 +99,11 @@ def test_failed_write_leaves_the_former(path, monkeypatch):
     state.save("counters", msgspec.msgpack.encode("new"))
     assert StateFile(path).section("counters") == SECTION
     assert [entry.name for entry in path.parent.iterdir()] == [".exporter-state"]
+
+
+def test_what_could_not_be_read_again_is_not_written(path):
+    """One section that grew would cost all sections what was kept, at the next start."""
+    state = StateFile(path)
+    state.save("counters", SECTION)
+    state.save("drift", msgspec.msgpack.encode(bytes(MAX_BYTES)))
+    assert (StateFile(path).section("counters"), state.num_failures) == (SECTION, 1)

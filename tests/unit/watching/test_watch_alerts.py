@@ -1,0 +1,115 @@
+"""What a rank's reading warns of."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+import small_records
+import watched
+from torchmem.model import RefType
+from torchmem.watching.alerts import alerts, filled, rate, span
+from torchmem.wire import record as wire
+from torchmem_exporter.judge import Grower
+from watched import GIB, MIB, NOW, device_look, rank_look
+
+GROWER = Grower("layers.3.mlp", "activation", 2 * MIB)
+
+
+def texts(rank):
+    """All alerts of a rank as (word, text)."""
+    return [tuple(alert) for alert in alerts(rank, NOW)]
+
+
+def test_nothing_is_the_matter_with_a_healthy_rank():
+    """A healthy job would look sick."""
+    assert texts(rank_look()) == []
+
+
+def test_drift_names_the_shift_and_the_grower():
+    """The user would see that something drifts, but not by how much nor whose it is."""
+    one = device_look(is_level_drifting=True, drift_ratio=0.123, growers=(GROWER,))
+    said = "cuda:0 +12.3% over its baseline: layers.3.mlp activation +2.00 MiB"
+    assert texts(rank_look(devices=[one])) == [("drift", said)]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"growth_bytes_per_second": None}, "leaks"),
+        (
+            {"growth_bytes_per_second": 3 * MIB, "exhausted_at": NOW + 7500},
+            "leaks 3.00 MiB/s, full in 2 h 5 min",
+        ),
+        (
+            {"growth_bytes_per_second": 1.0, "exhausted_at": NOW + 1e12},
+            "leaks 3.52 KiB/h, full in over a year",
+        ),
+        ({"growth_bytes_per_second": 2048.0, "exhausted_at": NOW - 5}, "leaks 2.00 KiB/s, full about now"),
+    ],
+)
+def test_leak_says_how_fast_and_until_when(changes, said):
+    """The user would not know whether to act tonight or next week."""
+    one = device_look(is_floor_growing=True, **changes)
+    assert texts(rank_look(devices=[one])) == [("leak", f"cuda:0 {said}")]
+
+
+def test_worst_comes_first_on_a_crashed_rank_that_ran_out_of_memory():
+    """The cause of a crash would be hidden behind a warning."""
+    device = small_records.device(allocator=wire.Allocator(num_ooms=3), step_peak_bytes=1020 * MIB)
+    event = wire.OutOfMemory(
+        number=3, device="cuda:0", time=1_700_000_090.0, step=412, phase=0, module=3,
+        reftype=int(RefType.ACTIVATION), requested_bytes=2 * GIB, held_bytes=GIB,
+    )  # fmt: skip
+    rank = rank_look(state="crashed", devices=[device_look(device)], oom_events=[event])
+    asked = "layers.*.attention asked for 2.00 GiB (activation) on cuda:0"
+    assert texts(rank) == [
+        ("crashed", "ended without a clean end; `torchmem post-mortem` tells who held what"),
+        ("oom", f"out of memory 3 times, last 2023-11-14 22:14:50 UTC: {asked}"),
+        ("full", "cuda:0 is 100% full at the step peak, of 1.00 GiB"),
+    ]
+
+
+def test_stale_says_since_when_and_a_disabled_labeler_why():
+    """A hung job would look alive, and bytes that lost their names would be no one's fault."""
+    rank = rank_look(state="stale", labelers=[wire.Labeler(name="fsdp2", up=False, reason="KeyError: \x1b[2J")])
+    assert texts(rank) == [
+        ("stale", "alive, but wrote nothing for 1 s"),
+        ("labeler", "fsdp2 is disabled: KeyError: \ufffd[2J"),
+    ]
+
+
+def test_what_others_hold_on_the_device_counts_as_filled():
+    """A device that another process fills would seem to have room."""
+    device = small_records.device(step_peak_bytes=512 * MIB, unattributed_bytes=-5, other_bytes=256 * MIB)
+    assert filled(device_look(device)) == 0.75
+    assert filled(device_look(small_records.device(limit_bytes=None))) is None
+    assert filled(device_look(small_records.device(limit_bytes=0))) is None
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [
+        (-3, "0 s"),
+        (59.9, "59 s"),
+        (61, "1 min 1 s"),
+        (7500, "2 h 5 min"),
+        (90000, "1 d 1 h"),
+        (math.nan, "an unknown time"),
+    ],
+)
+def test_times_read_as_people_say_them(seconds, said):
+    """A wrong clock or a garbled record would end the view, or say nonsense."""
+    assert span(seconds) == said
+
+
+def test_slow_growth_is_told_by_the_hour():
+    """A leak of a byte a second would read as none."""
+    assert [rate(2048.0), rate(1.0), rate(0.0)] == ["2.00 KiB/s", "3.52 KiB/h", "0 B/h"]
+
+
+def test_helpers_agree_with_the_wire():
+    """These tests would judge records that no rank writes."""
+    record = watched.trained(1, 600, leaks_from=300)
+    assert wire.decode(wire.encode(record)) == record
