@@ -19,8 +19,8 @@ import msgspec
 
 from torchmem.wire.record import MODULE_MASK, REFTYPE_SHIFT, cell_columns
 
-MAX_PARTS = 256
-"""Parts kept in a baseline; with names some 15 KB."""
+MAX_PARTS = 1024
+"""Parts kept in a baseline; with names some 60 KB."""
 OTHER = "__other__"
 """Module and reftype of the row that stands for what was cut."""
 

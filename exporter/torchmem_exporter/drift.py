@@ -191,7 +191,7 @@ class Drift(msgspec.Struct, kw_only=True):
             self.apart_left = _STEPS_AFTER_APART
             return self.apart_share <= _USUAL_SHARE
         self.apart_share -= _SHARE_WEIGHT * self.apart_share
-        self.apart_left -= 1
+        self.apart_left = max(-1, self.apart_left - 1)
         return self.apart_left >= 0 and self.apart_share < _SELDOM_SHARE
 
     def _take(self, sample: Sample) -> None:

@@ -68,7 +68,8 @@ class Exposition:
             for rank in ranks:
                 self._judge.judge(rank)
             self._judge.release(ranks)
-            self._judge.save(is_due=is_last)
+        # The disk may be slow: no scrape waits for it.
+        self._judge.save(is_due=is_last, guard=self._guard)
 
     def text(self, consumer: str | None, *, is_openmetrics: bool) -> tuple[bytes, ...]:
         """The text of a scrape, in pieces.

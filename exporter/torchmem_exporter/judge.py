@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 import msgspec
@@ -95,18 +96,21 @@ class Judge:
             self._is_saved = False
         return known.verdicts
 
-    def save(self, *, is_due: bool = False) -> None:
+    def save(self, *, is_due: bool = False, guard: AbstractContextManager[object] | None = None) -> None:
         """Keeps what was learned, if anything was.
 
         Args:
             is_due: also soon after the last time.
+            guard: entered to see what there is to keep, not to write it, for which nobody need wait.
         """
-        now = self._clock()
-        if self._is_saved or not (is_due or now - self._saved_at >= SAVE_SECONDS):
-            return
-        self._forget(now - KEEP_SECONDS)
-        self._state.save(SECTION, self._section())
-        self._saved_at, self._is_saved = now, True
+        with guard or contextlib.nullcontext():
+            now = self._clock()
+            if self._is_saved or not (is_due or now - self._saved_at >= SAVE_SECONDS):
+                return
+            self._forget(now - KEEP_SECONDS)
+            section = self._section()
+            self._saved_at, self._is_saved = now, True
+        self._state.save(SECTION, section)
 
     def release(self, present: Iterable[Rank]) -> None:
         """Lets go of the records of all other ranks; what was learned of them stays."""

@@ -15,6 +15,7 @@ import contextlib
 import logging
 import os
 import stat
+import threading
 from pathlib import Path
 
 import msgspec
@@ -32,7 +33,7 @@ class _Content(msgspec.Struct, kw_only=True):
 
 
 class StateFile:
-    """The file; read when made.
+    """The file; read when made; safe to use from several threads.
 
     Args:
         path: of the file; its folder need not exist yet.
@@ -45,6 +46,7 @@ class StateFile:
         self.path = path
         self.num_failures = 0
         self._told: set[str] = set()
+        self._guard = threading.Lock()
         self._sections: dict[str, msgspec.Raw] = {}
         try:
             self._sections = _read(path)
@@ -64,14 +66,15 @@ class StateFile:
 
     def save(self, name: str, section: bytes) -> None:
         """Replaces one section, and with it the file."""
-        self._sections[name] = msgspec.Raw(section)
-        content = msgspec.msgpack.encode(_Content(version=VERSION, sections=self._sections))
-        try:
-            if len(content) > MAX_BYTES:
-                raise _UnusableError(f"it would be larger than {MAX_BYTES} bytes, and not be read again")
-            _replace(self.path, content)
-        except (OSError, _UnusableError) as error:
-            self._failed("written: a restart of the sidecar will forget what it has counted", error)
+        with self._guard:
+            self._sections[name] = msgspec.Raw(section)
+            content = msgspec.msgpack.encode(_Content(version=VERSION, sections=self._sections))
+            try:
+                if len(content) > MAX_BYTES:
+                    raise _UnusableError(f"it would be larger than {MAX_BYTES} bytes, and not be read again")
+                _replace(self.path, content)
+            except (OSError, _UnusableError) as error:
+                self._failed("written: a restart of the sidecar will forget what it has counted", error)
 
     def _failed(self, what: str, error: Exception) -> None:
         self.num_failures += 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import random
+import threading
 
 import msgspec
 import pytest
@@ -13,6 +14,7 @@ from torchmem.model import REFTYPE_LABELS, Phase, RefType
 from torchmem.wire import record as wire
 from torchmem_exporter import catalog
 from torchmem_exporter import judge as judge_module
+from torchmem_exporter import state as state_module
 from torchmem_exporter.budget import Budget
 from torchmem_exporter.composition import Composition, Part
 from torchmem_exporter.exposition import Exposition
@@ -25,6 +27,7 @@ MIB = 1 << 20
 MODULES = ["(outside modules)", "(root)", "layers.0.mlp", "layers.1.mlp", "layers.2.mlp"]
 USUAL = 100 * MIB
 RING = 512
+DEADLINE_SECONDS = 20.0
 
 
 class Job:
@@ -222,6 +225,31 @@ def test_layers_that_grew_alike_are_named_together():
 def test_who_grew_little_is_not_named():
     """The list would be full of noise."""
     assert grown(composed(l0=10), composed(l0=11), 2 * MIB) == ()
+
+
+def test_a_slow_disk_holds_up_no_scrape(tmp_path, monkeypatch):
+    """A state file on a disk that hangs would cost the scrapes of that time."""
+    is_writing, may_end = threading.Event(), threading.Event()
+
+    def write(_path, _content):
+        is_writing.set()
+        may_end.wait(DEADLINE_SECONDS)
+
+    monkeypatch.setattr(state_module, "_replace", write)
+    with living(tmp_path, Job().run(5).record()):
+        exposition = Exposition(Reader(tmp_path, stale_after=1e12), Budget())
+        look = threading.Thread(target=exposition.look, kwargs={"is_last": True})
+        look.start()
+        try:
+            assert is_writing.wait(DEADLINE_SECONDS)
+            scrape = threading.Thread(target=exposition.text, args=("prometheus",), kwargs={"is_openmetrics": False})
+            scrape.start()
+            scrape.join(DEADLINE_SECONDS / 2)
+            assert not scrape.is_alive()
+        finally:
+            may_end.set()
+            look.join()
+        scrape.join()
 
 
 def test_a_leak_is_served(tmp_path):
