@@ -3,6 +3,9 @@
 Invariants: a record is judged once, however often it is seen; nothing a record holds makes judging raise; what was
 learned of a rank is kept under its job, number and device, and forgotten a week after its last step.
 
+What comes and goes within a step (temporaries, communication buffers) is a grower only where what is kept explains less
+than half of the growth: whatever moves the instant of the peak changes which of them are alive just then.
+
 A grower is named as exactly as it can be: by its own module where one of those that differ only in an index grew by
 more than half of what all of them did, else by the name of all.
 """
@@ -17,7 +20,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from torchmem.model import folded
+from torchmem.model import RefType, folded
 from torchmem.wire.record import Device, Record
 from torchmem_exporter.composition import MAX_PARTS, OTHER, Composition, Growth, compare, composition
 from torchmem_exporter.drift import Drift, Judgement, fingerprint_of
@@ -31,6 +34,17 @@ MAX_GROWERS = 10
 LEAST_SHARE = 0.01
 """Of the baseline; who grew by less is not named."""
 OWN_SHARE = 0.5
+KEPT_SHARE = 0.5
+PASSING = frozenset(
+    reftype.label
+    for reftype in (
+        RefType.TEMPORARY,
+        RefType.RECOMPUTATION,
+        RefType.ALL_GATHER,
+        RefType.REDUCE_SCATTER,
+        RefType.ALL_REDUCE,
+    )
+)
 KEEP_SECONDS = 7 * 24 * 3600.0
 SAVE_SECONDS = 60.0
 MAX_SECTION_BYTES = 8 << 20
@@ -208,6 +222,9 @@ def grown(before: Composition, after: Composition, least_bytes: float) -> tuple[
             alike.setdefault((folded(row.module), row.reftype), []).append(row)
     growers = [_grower(name, rows) for name, rows in alike.items()]
     growers = [grower for grower in growers if grower.num_bytes > least_bytes]
+    kept = [grower for grower in growers if grower.reftype not in PASSING]
+    if kept and sum(grower.num_bytes for grower in kept) >= KEPT_SHARE * (after.total_bytes - before.total_bytes):
+        growers = kept
     return tuple(sorted(growers, key=lambda grower: -grower.num_bytes)[:MAX_GROWERS])
 
 

@@ -2,7 +2,8 @@
 
 Each round starts a sidecar over living ranks, times it to the first answered scrape, then rewrites every record before
 each further scrape, so that no scrape finds anything cached. Memory is what the kernel counts as resident after the
-last scrape, and the most it ever was. Prints a table, or JSON with ``--json``; exits with 1 when a full run exceeds a limit.
+last scrape, and the most it ever was. Prints a table, or JSON with ``--json``; exits with 1 when a full run
+exceeds a limit.
 """
 
 from __future__ import annotations

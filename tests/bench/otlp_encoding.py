@@ -2,7 +2,8 @@
 
 Eight ranks of 200 modules with 11 reftypes in two metrics. Both sides encode the same values in turn, which change
 before every round, and what they make is compared point for point before anything is timed. The first encoding, which
-makes the templates, is told apart. Prints a table, or JSON with ``--json``; exits with 1 when a full run exceeds a limit.
+makes the templates, is told apart. Prints a table, or JSON with ``--json``; exits with 1 when a full run
+exceeds a limit.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "tools.sh"
-PROGRAMS = ("prometheus", "promtool", "victoria-metrics")
+PROGRAMS = ("prometheus", "promtool", "victoria-metrics", "prometheus-alertmanager")
 STARTED_SECONDS = 20.0
 
 
@@ -53,7 +53,7 @@ def test_nothing_is_done_twice(checkout):
         program(checkout / ".tools" / "usr" / "bin" / name, "exit 0")
     program(checkout / "path" / "apt-get", "exit 1")
     said, errors = start(checkout).communicate(timeout=STARTED_SECONDS)
-    assert (said, errors) == ("tools: prometheus promtool victoria-metrics: in .tools/usr/bin\n", "")
+    assert (said, errors) == (f"tools: {' '.join(PROGRAMS)}: in .tools/usr/bin\n", "")
 
 
 def test_failed_download_is_one_line_and_leaves_nothing(checkout):

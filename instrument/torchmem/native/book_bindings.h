@@ -8,6 +8,7 @@
 #include <Python.h>
 
 #include <array>
+#include <new>
 #include <utility>
 #include <vector>
 
@@ -146,7 +147,7 @@ inline PyObject* py_counters(PyObject*, PyObject*) {
 
 // ([(device, failures), ...], [(number, device, owner, reftype, phase, steps ended, bytes asked for, bytes held, Unix
 // seconds, cells), ...]), oldest first; the cells of all but the last are the largest.
-inline PyObject* py_ooms(PyObject*, PyObject*) {
+inline PyObject* py_ooms(PyObject*, PyObject*) try {
   std::vector<OutOfMemory> events;
   std::vector<std::pair<uint32_t, uint64_t>> counts;
   {
@@ -175,6 +176,8 @@ inline PyObject* py_ooms(PyObject*, PyObject*) {
   Py_XDECREF(by_device);
   Py_XDECREF(list);
   return nullptr;
+} catch (const std::bad_alloc&) {  // where memory has just run out, it may again
+  return PyErr_NoMemory();
 }
 
 struct TotalsRow {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from records import make_device, make_record
@@ -51,6 +51,7 @@ NAMES = st.lists(st.lists(PARTS, min_size=1, max_size=4).map(".".join), min_size
 BUDGETS = st.builds(Budget, st.sampled_from(Level), st.integers(1, 4), st.integers(1, 6))
 
 
+@settings(deadline=None)
 @given(st.lists(BOOKS, min_size=1, max_size=4), NAMES, BUDGETS, st.integers(0, 260))
 def test_sums_are_exact_under_every_setting(books, modules, budget, num_others):
     """Bytes would be lost, doubled or booked under another reftype by folding and hiding."""
@@ -74,6 +75,7 @@ def test_sums_are_exact_under_every_setting(books, modules, budget, num_others):
                 assert sums == totals
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(BOOKS, st.integers(0, 120)), min_size=1, max_size=4), NAMES, BUDGETS)
 def test_no_rank_costs_more_than_its_budget(books, modules, budget):
     """A scrape over the storage's limit would fail whole."""
@@ -87,6 +89,7 @@ def test_no_rank_costs_more_than_its_budget(books, modules, budget):
         assert limit is None or num_points <= max(limit - num_others, 2)
 
 
+@settings(deadline=None)
 @given(BOOKS, NAMES, st.integers(1, 4), st.integers(1, 6))
 def test_an_active_peak_shown_for_several_modules_is_that_of_the_highest(cells, modules, depth, top_modules):
     """Peaks of different moments would be added up to one that never was."""

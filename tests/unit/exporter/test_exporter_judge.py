@@ -252,6 +252,24 @@ def test_a_slow_disk_holds_up_no_scrape(tmp_path, monkeypatch):
         scrape.join()
 
 
+def made_of(**held):
+    """A composition of one module, {reftype: MiB}."""
+    return Composition(parts=[Part("layers.0.mlp", reftype, size * MIB) for reftype, size in held.items()])
+
+
+def test_what_passes_by_at_the_peak_is_not_blamed():
+    """A temporary that is alive at another instant would be named before what grew."""
+    before = made_of(activation=40, unsharded_gradient=10, temporary=1)
+    after = made_of(activation=20, unsharded_gradient=20, temporary=21)
+    assert grown(before, after, MIB) == (Grower("layers.0.mlp", "unsharded_gradient", 10 * MIB),)
+
+
+def test_temporaries_that_grew_are_named():
+    """Growth of nothing but temporaries would have no name on it."""
+    found = grown(made_of(activation=40, temporary=1), made_of(activation=43, temporary=21), MIB)
+    assert [grower.reftype for grower in found] == ["temporary", "activation"]
+
+
 def test_a_leak_is_served(tmp_path):
     """What is known would not reach Prometheus."""
     job = Job(leak_from=600, leak_bytes=MIB // 8)
