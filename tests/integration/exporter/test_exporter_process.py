@@ -13,6 +13,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 import backends
 from records import living, make_record
 from sidecars import running, series, states
+from torchmem_exporter.budget import Level
 
 OPENMETRICS = "application/openmetrics-text;version=1.0.0"
 
@@ -55,17 +56,21 @@ def test_it_ends_within_a_second(sidecar, ending):
     assert seconds < 1.0
 
 
-def test_promtool_finds_no_fault(sidecar, promtool):
+@pytest.mark.parametrize("level", [level.value for level in Level])
+def test_promtool_finds_no_fault(tmp_path, level, promtool):
     """The output would break a rule of Prometheus' own linter."""
-    body = sidecar.ask().body
+    with living(tmp_path, make_record(0, 40, written_at=time.time())), running(tmp_path, "--level", level) as sidecar:
+        body = sidecar.ask().body
     done = subprocess.run([promtool, "check", "metrics"], input=body, capture_output=True, timeout=30, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
 
 
-def test_strict_parser_takes_the_openmetrics(sidecar):
+@pytest.mark.parametrize("level", [level.value for level in Level])
+def test_strict_parser_takes_the_openmetrics(tmp_path, level):
     """A scraper that asks for OpenMetrics would refuse the scrape."""
-    found = list(parse_openmetrics(sidecar.ask(headers={"Accept": OPENMETRICS}).text))
-    plain = {name for name, _ in series(sidecar.ask().text)}
+    with living(tmp_path, make_record(0, 40, written_at=time.time())), running(tmp_path, "--level", level) as sidecar:
+        found = list(parse_openmetrics(sidecar.ask(headers={"Accept": OPENMETRICS}).text))
+        plain = {name for name, _ in series(sidecar.ask().text)}
     assert {sample.name for family in found for sample in family.samples} == plain
 
 
