@@ -202,7 +202,9 @@ class Counting:
         fsdp1 = Fsdp1Labeler(self.native, self.owners, flat_handles(model))
         fsdp2 = Fsdp2Labeler(self.native, self.owners, param_groups(model))
         modules = ModuleLabeler(self.native, self.owners, lambda p: fsdp1.claims(p) or fsdp2.claims(p), before_forward)
-        optimizers = OptimizerLabeler(self.native, self.owners, optimizer, modules.label_held, after_step)
+        optimizers = OptimizerLabeler(
+            self.native, self.owners, optimizer, modules.label_held, modules.find_anew, after_step
+        )
         self._label_now = optimizers.label_now
         return (
             modules,

@@ -291,6 +291,37 @@ def test_the_job_may_say_how_large_a_step_was(model, settings, tokens, expected)
         assert input_sizes(monitor) == [expected]
 
 
+def test_parameters_added_while_training_are_named(settings):
+    """What a job adds to its model would be nobody's."""
+    model = nn.Linear(SIZE, SIZE)
+    model.adapters = nn.ParameterList([nn.Parameter(torch.zeros(SIZE, SIZE))])
+    model.register_forward_pre_hook(lambda _, inputs: inputs[0] @ model.adapters[-1])
+    optimizer = torch.optim.AdamW(model.parameters())
+    with torchmem.install(model, optimizer, **settings) as monitor:
+        train(model, optimizer)
+        for _ in range(3):
+            model.adapters.append(nn.Parameter(torch.zeros(SIZE, SIZE)))
+            optimizer.add_param_group({"params": [model.adapters[-1]]})
+            train(model, optimizer, steps=2)
+        usage = book(monitor.snapshot())
+    assert usage["adapters", "parameter"] == 4 * SIZE * SIZE * 4
+    assert usage["adapters", "optimizer_state"] == 4 * (2 * SIZE * SIZE * 4 + 4)
+    assert (OUTSIDE, "other") not in usage
+
+
+def test_state_of_a_parameter_that_was_replaced_keeps_its_module(model, settings):
+    """A job that leaks optimizer state by replacing weights would be told that it leaks outside of all modules."""
+    optimizer = torch.optim.AdamW(model.parameters())
+    with torchmem.install(model, optimizer, **settings) as monitor:
+        train(model, optimizer)
+        model[0].weight = nn.Parameter(torch.zeros(SIZE, SIZE))
+        optimizer.add_param_group({"params": [model[0].weight]})
+        train(model, optimizer)
+        usage = book(monitor.snapshot())
+    assert (OUTSIDE, "optimizer_state") not in usage
+    assert usage["0", "optimizer_state"] == 2 * (2 * SIZE * SIZE * 4 + 4) + 2 * SIZE * 4 + 4
+
+
 def test_close_puts_everything_back(model, settings):
     """A hook table, an allocator or torch's optimizer hooks would differ after close()."""
     from torch.optim import optimizer as optim

@@ -66,11 +66,18 @@ class ModuleLabeler:
 
     def attach(self) -> None:
         """Books what exists and puts the hooks on."""
-        held = self.adopt_held()
+        self._hold(self.adopt_held())
+        self.frames.attach(self.hooks)
+
+    def find_anew(self) -> None:
+        """Follows parameters and buffers that were added in new places."""
+        if self._held is not None:
+            self._hold(list(self._find_held()))
+
+    def _hold(self, held: list[_Held]) -> None:
         places = [(one.module, one.table, one.name, one.owner, int(one.reftype)) for one in held]
         self._held = self._native.make_held(places, torch.Tensor)
         self._has_subclasses = any(is_traceable_wrapper_subclass(one.tensor) for one in held)
-        self.frames.attach(self.hooks)
 
     def adopt_held(self) -> list[_Held]:
         """Books the parameters, gradients and buffers that the modules hold; returns them."""

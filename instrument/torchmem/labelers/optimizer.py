@@ -34,6 +34,7 @@ class OptimizerLabeler:
         owners: the table of owners.
         optimizer: the one whose step ends a step; None for the first that steps.
         label_held: names the parameters and gradients that the model holds now.
+        find_anew: called when an optimizer has come to hold state of other parameters than before.
         on_step: called after that optimizer has stepped.
 
     Attributes:
@@ -49,6 +50,7 @@ class OptimizerLabeler:
         owners: OwnerTable,
         optimizer: Optimizer | None,
         label_held: Callable[[], None],
+        find_anew: Callable[[], None],
         on_step: Callable[[], None],
     ) -> None:
         self.hooks = HookSet(self.name)
@@ -56,6 +58,7 @@ class OptimizerLabeler:
         self._owners = owners
         self._anchor = None if optimizer is None else weakref.ref(optimizer)
         self.label_held = label_held
+        self._find_anew = find_anew
         self._on_step = on_step
         self._thread = threading.local()
         self._seen: weakref.WeakKeyDictionary[Optimizer, tuple[int, int]] = weakref.WeakKeyDictionary()
@@ -140,11 +143,19 @@ class OptimizerLabeler:
             return
         self._seen[optimizer] = now
         self._owners.refresh()
+        self._find_anew()
         for parameter, values in state.items():
             owner = self._owners.of_parameter(parameter)
             for tensor in tensors_in(values):
                 for storage in storages(tensor):
+                    if owner == OUTSIDE_OWNER and self._is_named(storage):
+                        continue  # of a parameter that the model has let go since
                     self._native.adopt(storage._cdata, owner, RefType.OPTIMIZER_STATE)  # noqa: SLF001  # as above
+
+    def _is_named(self, storage: Any) -> bool:
+        """Whether it is booked as the state of a module's parameter."""
+        booked = self._native.lookup(storage.data_ptr()) if storage.nbytes() else None
+        return booked is not None and booked[1] != OUTSIDE_OWNER and booked[2] == RefType.OPTIMIZER_STATE
 
     def _is_labelled(self, state: Any) -> bool:
         """False when another state took the place and the identity of the one that was walked."""
