@@ -47,11 +47,12 @@ class CallPatch:
         self._num_hiding = 0
         self._is_on = True
         skip_in_dynamo(GuardedHook.__call__, recursive=True)
-        hooks.patch(callback_handler, "install_callbacks", self._hidden_while)
         self._original = vars(nn.Module)[_NAME]
         # The name by which torch.compile knows that it is given the call of a module.
         self._call: Any = functools.wraps(self._original)(make(self._original, OptimizedModule))
         skip_in_dynamo(self._call)
+        # Only now: from here on another thread that compiles asks for all of the above.
+        hooks.patch(callback_handler, "install_callbacks", self._hidden_while)
         hooks.add(self)
         self._replace(self._original, self._call)
 

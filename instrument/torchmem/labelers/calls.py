@@ -36,11 +36,13 @@ class ModuleCalls:
         self._before = before
         self._after = after
         self._is_known = is_known
+        self._patch: CallPatch | None = None  # while it is put on, other threads may come by already
         self._patch = CallPatch(hooks, self._observed)
 
     def is_inside_itself(self, module: nn.Module) -> bool:
         """Whether the call of the module that is beginning is made, on this thread, by another one of it."""
-        return sum(call.get("module") is module for call in self._patch.running()) > 1
+        running = self._patch.running() if self._patch else ()
+        return sum(call.get("module") is module for call in running) > 1
 
     def _observed(self, original: Callable[..., Any], compiled_type: type) -> Callable[..., Any]:
         before, after, called_module = self._before, self._after, self._called_module
@@ -64,4 +66,6 @@ class ModuleCalls:
         if self._is_known(wrapper):
             found: nn.Module = wrapper
             return found
-        return None if self._patch.comes_again(wrapper) else getattr(wrapper, "_orig_mod", None)
+        if self._patch is None or self._patch.comes_again(wrapper):
+            return None
+        return getattr(wrapper, "_orig_mod", None)

@@ -73,5 +73,5 @@ def test_dumb_terminal_is_none(term, expected, monkeypatch):
     """An editor's shell would fill with control codes."""
     for name in ("stdin", "stdout", "stderr"):
         monkeypatch.setattr(getattr(sys, name), "isatty", lambda: True, raising=False)
-    monkeypatch.delenv("TERM") if term is None else monkeypatch.setenv("TERM", term)
+    monkeypatch.delenv("TERM", raising=False) if term is None else monkeypatch.setenv("TERM", term)
     assert command.is_terminal() == expected
