@@ -9,6 +9,7 @@ import gc
 import os
 import struct
 import tempfile
+import time
 import warnings
 from pathlib import Path
 from typing import NamedTuple
@@ -24,12 +25,15 @@ from torchmem.model import RefType
 from torchmem.validation.rows import ROWS, Machine
 from torchmem.validation.workloads import Place
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
 NUM_RANKS = 2
 NUM_STEPS = int(os.environ.get("TORCHMEM_TEST_STEPS", "60"))
 NUM_WARM_STEPS = NUM_STEPS // 5
+TIMEOUT_SECONDS = 30.0 * NUM_STEPS
+SETTLE_SECONDS = 5.0  # a thread of the communication library may hold a finished buffer for a moment
 NAMES = [row.name for row in ROWS if not row.reason_to_skip(Machine("cpu", NUM_RANKS))]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(TIMEOUT_SECONDS)]
+
 LOOSE = ("num_unknown_frees", "num_double_allocations", "num_unmatched_pops", "num_ignored_devices")
 
 
@@ -79,8 +83,10 @@ def _endure(workload) -> Endured:
             num_negative += sum(_num_negative(row) for row in monitor._native.totals())
             depth = max(depth, monitor._native.stack_depth())
             if step == NUM_WARM_STEPS:
+                dist.barrier()
                 warm = _sizes(monitor)
-        end = _sizes(monitor)
+        dist.barrier()
+        end = _settled_sizes(monitor, warm)
         record = monitor.snapshot()
     workload.close()
     phases = {phase for (phase,) in struct.iter_unpack("<q", record.ring.phases)}
@@ -94,8 +100,17 @@ def _num_negative(row: tuple[int, int, bytes, int, bytes]) -> int:
     return sum(number < 0 for number in (current, peak - current, *cells))
 
 
+def _settled_sizes(monitor: torchmem.Monitor, most: Sizes) -> Sizes:
+    """Once they are no more than that, or at the deadline."""
+    deadline = time.monotonic() + SETTLE_SECONDS
+    while True:
+        sizes = _sizes(monitor)
+        if (sizes.num_blocks <= most.num_blocks and sizes.num_bytes <= most.num_bytes) or time.monotonic() > deadline:
+            return sizes
+        time.sleep(0.01)
+
+
 def _sizes(monitor: torchmem.Monitor) -> Sizes:
-    dist.barrier()  # no communication thread holds a buffer
     gc.collect()
     counters = monitor._native.counters()
     num_bytes = sum(row[1] for row in monitor._native.totals())
@@ -105,7 +120,7 @@ def _sizes(monitor: torchmem.Monitor) -> Sizes:
 @pytest.fixture(scope="module")
 def endured(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Endured]]:
     """By rank and row."""
-    return run_ranks(endure_all, NUM_RANKS, str(tmp_path_factory.mktemp("rows")), timeout=3500.0)
+    return run_ranks(endure_all, NUM_RANKS, str(tmp_path_factory.mktemp("rows")), timeout=TIMEOUT_SECONDS)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -113,7 +128,8 @@ def test_nothing_grows(endured, name):
     """A long job would fill up with blocks that are gone, or with torchmem's own tables."""
     for by_row in endured:
         warm, end = by_row[name].warm, by_row[name].end
-        assert (end.num_blocks, end.num_bytes) == (warm.num_blocks, warm.num_bytes)
+        assert end.num_blocks <= warm.num_blocks
+        assert end.num_bytes <= warm.num_bytes
         assert end.num_objects - warm.num_objects < NUM_STEPS // 10
 
 
