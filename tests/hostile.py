@@ -20,7 +20,7 @@ import pytest
 
 from records import make_record
 from torchmem.wire.record import HEADER, MAGIC, MAJOR, MAX_PAYLOAD_BYTES, MINOR, encode
-from torchmem_exporter.lifecycle import State
+from torchmem_exporter.reading.lifecycle import State
 
 JOB = "llama-pretrain"
 SCAN_SECONDS = 1.0

@@ -12,10 +12,10 @@ import time
 from dataclasses import dataclass
 
 from sidecars import DEADLINE_SECONDS, Reply
-from torchmem_exporter.limits import Limits
-from torchmem_exporter.routes import Response, Route
-from torchmem_exporter.security import Guard, Sources
-from torchmem_exporter.server import Server
+from torchmem_exporter.serving.limits import Limits
+from torchmem_exporter.serving.routes import Response, Route
+from torchmem_exporter.serving.security import Guard, Sources
+from torchmem_exporter.serving.server import Server
 
 GET = b"GET /healthz HTTP/1.1\r\nHost: a\r\n\r\n"
 

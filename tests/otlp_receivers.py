@@ -18,7 +18,7 @@ from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import (
     ExportMetricsServiceResponse,
 )
 
-from torchmem_exporter.otlp_transport import GRPC_METHOD
+from torchmem_exporter.otlp.transport import GRPC_METHOD
 
 NO_RECORDED_VALUE = 1
 LOOPBACK = "127.0.0.1"

@@ -18,8 +18,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from torchmem_exporter.budget import Budget, Level
 from torchmem_exporter.exposition import Exposition
-from torchmem_exporter.reader import Reader
-from torchmem_exporter.routes import Request, Routes
+from torchmem_exporter.reading.reader import Reader
+from torchmem_exporter.serving.routes import Request, Routes
 
 DEADLINE_SECONDS = 20.0
 

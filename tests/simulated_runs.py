@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from torchmem.model import Phase
-from torchmem_exporter.ring_steps import Step
+from torchmem_exporter.drift.ring_steps import Step
 
 NUM_STEPS = 4000
 GIB = 1 << 30

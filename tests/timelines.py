@@ -17,7 +17,12 @@ import yaml
 
 from generator.catalogue import ALERTS, RULES
 from torchmem_exporter import catalog
-from torchmem_exporter.lifecycle import KEEP_CRASHED_SECONDS, KEEP_EXITED_SCRAPES, KEEP_STALE_MEMORY_SECONDS, State
+from torchmem_exporter.reading.lifecycle import (
+    KEEP_CRASHED_SECONDS,
+    KEEP_EXITED_SCRAPES,
+    KEEP_STALE_MEMORY_SECONDS,
+    State,
+)
 
 GRAFANA = Path(__file__).resolve().parent.parent / "grafana"
 RULE_FILES = [str(GRAFANA / RULES), str(GRAFANA / ALERTS)]

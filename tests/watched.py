@@ -14,8 +14,8 @@ from torchmem.model import REFTYPE_LABELS, Phase, RefType
 from torchmem.watching.look import DeviceLook, Look, RankLook
 from torchmem.wire import record as wire
 from torchmem.wire.ranks import RankView
-from torchmem_exporter.drift import Judgement
-from torchmem_exporter.judge import Verdict
+from torchmem_exporter.drift.drift import Judgement
+from torchmem_exporter.drift.judge import Verdict
 
 GIB, MIB = 1 << 30, 1 << 20
 NOW = 1_700_000_101.0

@@ -33,11 +33,11 @@ from torchmem_exporter.config import (
 )
 from torchmem_exporter.logs import FORMATS, LEVELS, configure, log
 from torchmem_exporter.notify import ALIVE, READY, STOPPING, Notifier
-from torchmem_exporter.otlp_config import Protocol, from_environ
+from torchmem_exporter.otlp.config import Protocol, from_environ
 
 if TYPE_CHECKING:
     from torchmem_exporter.exposition import Exposition
-    from torchmem_exporter.server import Server
+    from torchmem_exporter.serving.server import Server
 
 _END_SIGNALS = frozenset({signal.SIGTERM, signal.SIGINT})
 _THREADS_SECONDS = 0.2
@@ -127,10 +127,10 @@ def run(config: ValidatedConfig) -> None:
         try:
             from torchmem_exporter import own
             from torchmem_exporter.exposition import Exposition
-            from torchmem_exporter.reader import Reader
-            from torchmem_exporter.routes import Routes
-            from torchmem_exporter.security import Guard, Sources
-            from torchmem_exporter.server import Server
+            from torchmem_exporter.reading.reader import Reader
+            from torchmem_exporter.serving.routes import Routes
+            from torchmem_exporter.serving.security import Guard, Sources
+            from torchmem_exporter.serving.server import Server
         except ModuleNotFoundError as error:
             raise _missing(error) from None
 
@@ -174,7 +174,7 @@ def _pushing(config: ValidatedConfig, exposition: Exposition) -> Iterator[None]:
         return
     try:
         from torchmem_exporter import own
-        from torchmem_exporter.otlp_push import Pusher
+        from torchmem_exporter.otlp.push import Pusher
 
         if config.push.protocol is Protocol.GRPC:
             import grpc  # noqa: F401  # said to be missing now, not at the first push

@@ -13,7 +13,7 @@ from pathlib import Path
 from torchmem.errors import ConfigError
 from torchmem_exporter.budget import Budget
 from torchmem_exporter.logs import FORMATS, LEVELS
-from torchmem_exporter.otlp_config import PushConfig
+from torchmem_exporter.otlp.config import PushConfig
 
 DEFAULT_LISTEN = "127.0.0.1:20471"
 DEFAULT_STALE_AFTER_SECONDS = 60.0

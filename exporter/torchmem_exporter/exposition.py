@@ -16,9 +16,9 @@ from prometheus_client.openmetrics.exposition import generate_latest as generate
 
 from torchmem_exporter import __version__, catalog, own
 from torchmem_exporter.budget import Budget
-from torchmem_exporter.judge import Judge
+from torchmem_exporter.drift.judge import Judge
 from torchmem_exporter.points import Block, Series, in_order
-from torchmem_exporter.reader import Reader, Snapshot
+from torchmem_exporter.reading.reader import Reader, Snapshot
 from torchmem_exporter.sampler import Sampler, versions
 from torchmem_exporter.text import TextRenderer
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from torchmem_exporter import __version__
 from torchmem_exporter.labels import clean_label
-from torchmem_exporter.lifecycle import State
-from torchmem_exporter.reader import Rank, Snapshot
+from torchmem_exporter.reading.lifecycle import State
+from torchmem_exporter.reading.reader import Rank, Snapshot
 
 MAX_PAGE_BYTES = 20_000
 _MAX_RANKS_BYTES = 11_000

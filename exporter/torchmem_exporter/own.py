@@ -13,9 +13,9 @@ from torchmem_exporter.catalog import Metric
 from torchmem_exporter.points import Series
 
 if TYPE_CHECKING:
-    from torchmem_exporter.limits import ServerCounts
-    from torchmem_exporter.otlp_push import Pusher
-    from torchmem_exporter.security import Guard
+    from torchmem_exporter.otlp.push import Pusher
+    from torchmem_exporter.serving.limits import ServerCounts
+    from torchmem_exporter.serving.security import Guard
 
 
 def of_server(counts: ServerCounts, guard: Guard) -> tuple[Series, ...]:

@@ -14,12 +14,12 @@ from torchmem.wire.record import Device, Identity, Record
 from torchmem_exporter import catalog
 from torchmem_exporter.budget import Budget, Level
 from torchmem_exporter.catalog import Metric
-from torchmem_exporter.judge import Judge, Verdict
+from torchmem_exporter.drift.judge import Judge, Verdict
 from torchmem_exporter.labels import clean_label
-from torchmem_exporter.lifecycle import State
 from torchmem_exporter.parts import RankParts
 from torchmem_exporter.points import Block, Series, in_order
-from torchmem_exporter.reader import Rank, Snapshot
+from torchmem_exporter.reading.lifecycle import State
+from torchmem_exporter.reading.reader import Rank, Snapshot
 
 
 @dataclass

@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 
     from torchmem.show import Holders
     from torchmem.wire.record import Device, Record
-    from torchmem_exporter.baseline import Baseline, Baselines
-    from torchmem_exporter.composition import Composition
-    from torchmem_exporter.drift import Drift
-    from torchmem_exporter.judge import Drifts
+    from torchmem_exporter.drift.baseline import Baseline, Baselines
+    from torchmem_exporter.drift.composition import Composition
+    from torchmem_exporter.drift.drift import Drift
+    from torchmem_exporter.drift.judge import Drifts
 
 UNKNOWN, UNUSABLE = 1, 2
 NUM_PARTS = 5
@@ -89,7 +89,7 @@ def run(
 def _save(arguments: argparse.Namespace) -> int:
     from torchmem.diff_input import read_records
     from torchmem.wire.store import default_dir
-    from torchmem_exporter.baseline import encode
+    from torchmem_exporter.drift.baseline import encode
 
     if arguments.output is None and not _PLAIN_NAME.fullmatch(arguments.name):
         _complain(f"{arguments.name!r} makes no plain file name: say where to write with --output")
@@ -116,8 +116,8 @@ def _save(arguments: argparse.Namespace) -> int:
 
 def learned_in(directory: Path) -> Drifts:
     """What a sidecar over the directory, or the one that the job's folder lies in, has learned; empty without one."""
-    from torchmem_exporter.judge import learned
-    from torchmem_exporter.state import FILE_NAME, StateFile
+    from torchmem_exporter.drift.judge import learned
+    from torchmem_exporter.reading.state import FILE_NAME, StateFile
 
     for folder in (directory, directory.absolute().parent):
         if (folder / FILE_NAME).exists():
@@ -134,7 +134,7 @@ def collect(name: str, records: list[Record], learned: Drifts) -> tuple[Baseline
         learned: what a sidecar has learned; brought up to date with the records.
     """
     from torchmem.wire.ranks import printable
-    from torchmem_exporter.baseline import Baselines
+    from torchmem_exporter.drift.baseline import Baselines
     from torchmem_exporter.labels import clean_label
 
     baselines, unknown = [], []
@@ -161,10 +161,10 @@ def collect(name: str, records: list[Record], learned: Drifts) -> tuple[Baseline
 
 def _baseline(record: Record, device: Device, drifts: dict[str, Drift]) -> tuple[Baseline | None, str]:
     from torchmem.model import folded
-    from torchmem_exporter.baseline import Baseline
-    from torchmem_exporter.composition import MAX_PARTS, composition
-    from torchmem_exporter.drift import Drift, fingerprint_of
-    from torchmem_exporter.ring_steps import steps_after
+    from torchmem_exporter.drift.baseline import Baseline
+    from torchmem_exporter.drift.composition import MAX_PARTS, composition
+    from torchmem_exporter.drift.drift import Drift, fingerprint_of
+    from torchmem_exporter.drift.ring_steps import steps_after
 
     drift = drifts.get(device.name) or Drift()
     drift.begin(record.identity.attempt, fingerprint_of(record.identity))

@@ -22,7 +22,7 @@ from torchmem.model import folded
 from torchmem.show import By
 
 if TYPE_CHECKING:
-    from torchmem_exporter.composition import Composition
+    from torchmem_exporter.drift.composition import Composition
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,7 @@ def rows(pair: Pair, by: By, top: int, *, fold: bool = False) -> Rows:
         top: rows shown, those that changed most; the rest, and what did not change, are summed.
         fold: sum modules that differ only in their indices.
     """
-    from torchmem_exporter.composition import compare
+    from torchmem_exporter.drift.composition import compare
 
     before, after = pair.before.composition, pair.after.composition
     # A baseline of many parts keeps them folded, and can be told from nothing finer.
@@ -184,7 +184,7 @@ def rows(pair: Pair, by: By, top: int, *, fold: bool = False) -> Rows:
 
 def _folded(one: Composition) -> Composition:
     """With one part for all modules that differ only in their indices."""
-    from torchmem_exporter.composition import Composition, Part
+    from torchmem_exporter.drift.composition import Composition, Part
 
     held: dict[tuple[str, str], int] = {}
     for part in one.parts:

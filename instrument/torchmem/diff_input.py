@@ -22,7 +22,7 @@ from torchmem.wire.ranks import printable, read_ranks
 from torchmem.wire.record import MAGIC, Device, Record
 
 if TYPE_CHECKING:
-    from torchmem_exporter.baseline import Baselines
+    from torchmem_exporter.drift.baseline import Baselines
 
 MAX_BASELINES_BYTES = 256 << 20
 
@@ -149,7 +149,7 @@ def _of_record(record: Record, book: Book, remarks: list[str]) -> Iterable[Held]
 
 
 def _of_device(record: Record, device: Device, book: Book) -> Held:
-    from torchmem_exporter.composition import Composition, composition
+    from torchmem_exporter.drift.composition import Composition, composition
 
     rank, failure = record.identity.rank, fatal_oom(record)
     if book is Book.USAGE:
@@ -163,7 +163,7 @@ def _of_device(record: Record, device: Device, book: Book) -> Held:
 
 
 def _of_baselines(path: Path, book: Book) -> tuple[str, list[Held]]:
-    from torchmem_exporter.composition import Composition
+    from torchmem_exporter.drift.composition import Composition
 
     if book is Book.USAGE:
         raise UnusableError(f"{path}: baselines are of the peaks of steps, and know no usage: leave --usage out")
@@ -183,7 +183,7 @@ def read_baselines(path: Path) -> Baselines:
     Raises:
         UnusableError: it is none.
     """
-    from torchmem_exporter.baseline import BaselineError, decode
+    from torchmem_exporter.drift.baseline import BaselineError, decode
 
     try:
         with path.open("rb") as file:

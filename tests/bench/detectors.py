@@ -23,7 +23,7 @@ from rich.table import Table
 
 from simple_rules import RULES, first_alarm
 from simulated_runs import BENIGN, DRIFTING, simulate
-from torchmem_exporter.drift import Drift
+from torchmem_exporter.drift.drift import Drift
 
 OURS = "torchmem"
 FIRST_SEED = 1_000_000

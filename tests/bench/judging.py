@@ -27,9 +27,9 @@ from rich.table import Table
 from records import cells, module_names, total
 from torchmem.model import REFTYPE_LABELS, RefType
 from torchmem.wire import record as wire
-from torchmem_exporter.composition import Growers, composition
-from torchmem_exporter.drift import Drift
-from torchmem_exporter.ring_steps import steps_after
+from torchmem_exporter.drift.composition import Growers, composition
+from torchmem_exporter.drift.drift import Drift
+from torchmem_exporter.drift.ring_steps import steps_after
 
 NUM_RANKS, NUM_MODULES, STEPS_PER_SECOND, RING_STEPS = 64, 300, 10, 512
 REFTYPES = tuple(RefType)[1:5]

@@ -24,7 +24,7 @@ from opentelemetry.sdk.metrics.view import View
 from opentelemetry.sdk.resources import Resource
 
 from torchmem_exporter import catalog
-from torchmem_exporter.otlp import Encoder
+from torchmem_exporter.otlp.encoding import Encoder
 from torchmem_exporter.points import Block, Series
 
 METRICS = (catalog.MODULE_STEP_PEAK, catalog.MODULE_ACTIVE_PEAK)

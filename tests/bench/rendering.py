@@ -28,9 +28,9 @@ from torchmem.model import RefType
 from torchmem.wire import record as wire
 from torchmem_exporter.budget import Budget, Level
 from torchmem_exporter.exposition import Exposition
-from torchmem_exporter.reader import Reader
-from torchmem_exporter.routes import packed
+from torchmem_exporter.reading.reader import Reader
 from torchmem_exporter.sampler import Sampler
+from torchmem_exporter.serving.routes import packed
 from torchmem_exporter.text import TextRenderer
 
 NUM_RANKS, NUM_MODULES, NUM_REFTYPES = 8, 200, 11

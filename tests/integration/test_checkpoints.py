@@ -27,8 +27,8 @@ from torchmem.model import Phase
 from torchmem.wire.record import Record, decode, encode
 from torchmem_exporter import catalog
 from torchmem_exporter.budget import Budget
-from torchmem_exporter.lifecycle import State
-from torchmem_exporter.reader import Rank, Snapshot
+from torchmem_exporter.reading.lifecycle import State
+from torchmem_exporter.reading.reader import Rank, Snapshot
 from torchmem_exporter.sampler import Sampler
 
 pytestmark = pytest.mark.timeout(300)

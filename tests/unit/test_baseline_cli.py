@@ -13,11 +13,11 @@ import watched
 from torchmem import cli
 from torchmem.model import Phase, RefType
 from torchmem.wire import record as wire
-from torchmem_exporter import baseline
-from torchmem_exporter.composition import Composition, Part
-from torchmem_exporter.drift import Drift, fingerprint_of
-from torchmem_exporter.ring_steps import Step
-from torchmem_exporter.state import FILE_NAME, StateFile
+from torchmem_exporter.drift import baseline
+from torchmem_exporter.drift.composition import Composition, Part
+from torchmem_exporter.drift.drift import Drift, fingerprint_of
+from torchmem_exporter.drift.ring_steps import Step
+from torchmem_exporter.reading.state import FILE_NAME, StateFile
 
 MIB = small_records.MIB
 USUAL = Composition(parts=[Part("head", "parameter", 9 * MIB)], other_bytes=3 * MIB)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torchmem import diff
 from torchmem.diff import Held, Pair, Row
 from torchmem.show import By
-from torchmem_exporter.composition import Composition, Part
+from torchmem_exporter.drift.composition import Composition, Part
 
 
 def held(rank=0, device="cuda:0", other_bytes=0, **parts):

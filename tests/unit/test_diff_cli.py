@@ -16,9 +16,9 @@ import small_records
 from torchmem import cli
 from torchmem.model import RefType
 from torchmem.wire import record as wire
-from torchmem_exporter import baseline
-from torchmem_exporter.composition import Composition, Part
-from torchmem_exporter.learning import Level
+from torchmem_exporter.drift import baseline
+from torchmem_exporter.drift.composition import Composition, Part
+from torchmem_exporter.drift.learning import Level
 
 MIB = small_records.MIB
 

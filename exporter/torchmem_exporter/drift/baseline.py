@@ -11,8 +11,8 @@ from __future__ import annotations
 import msgspec
 
 from torchmem.errors import TorchmemError
-from torchmem_exporter.composition import Composition
-from torchmem_exporter.learning import Level
+from torchmem_exporter.drift.composition import Composition
+from torchmem_exporter.drift.learning import Level
 
 VERSION = 1
 

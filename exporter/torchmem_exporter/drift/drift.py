@@ -24,12 +24,12 @@ import msgspec
 
 from torchmem.model import Phase
 from torchmem.wire.record import Identity
-from torchmem_exporter.composition import Composition
-from torchmem_exporter.floor import Floor
-from torchmem_exporter.learning import BLOCK_STEPS, MAX_SAMPLES, Learning, Level, Sample
-from torchmem_exporter.ring_steps import Step
-from torchmem_exporter.robust import middle_mean, spread
-from torchmem_exporter.sizes import Curve, fit, varies
+from torchmem_exporter.drift.composition import Composition
+from torchmem_exporter.drift.floor import Floor
+from torchmem_exporter.drift.learning import BLOCK_STEPS, MAX_SAMPLES, Learning, Level, Sample
+from torchmem_exporter.drift.ring_steps import Step
+from torchmem_exporter.drift.robust import middle_mean, spread
+from torchmem_exporter.drift.sizes import Curve, fit, varies
 
 ATTEMPT, CONFIGURATION, MANUAL = REASONS = ("attempt", "configuration", "manual")
 """Why a baseline is learned anew."""

@@ -18,7 +18,7 @@ from statistics import median
 
 import msgspec
 
-from torchmem_exporter.robust import slope, spread
+from torchmem_exporter.drift.robust import slope, spread
 
 NUM_TIERS = 5
 TIER_BLOCKS = 32

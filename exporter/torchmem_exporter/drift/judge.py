@@ -22,12 +22,12 @@ import msgspec
 
 from torchmem.model import RefType, folded
 from torchmem.wire.record import Device, Record
-from torchmem_exporter.composition import MAX_PARTS, OTHER, Composition, Growth, compare, composition
-from torchmem_exporter.drift import Drift, Judgement, fingerprint_of
+from torchmem_exporter.drift.composition import MAX_PARTS, OTHER, Composition, Growth, compare, composition
+from torchmem_exporter.drift.drift import Drift, Judgement, fingerprint_of
+from torchmem_exporter.drift.ring_steps import steps_after
 from torchmem_exporter.labels import clean_label
-from torchmem_exporter.reader import Rank
-from torchmem_exporter.ring_steps import steps_after
-from torchmem_exporter.state import StateFile
+from torchmem_exporter.reading.reader import Rank
+from torchmem_exporter.reading.state import StateFile
 
 SECTION = "drift"
 MAX_GROWERS = 10

@@ -19,8 +19,8 @@ from statistics import median, pstdev
 
 import msgspec
 
-from torchmem_exporter.robust import block_medians, median_error, slope, smoothness, spread, step_spread
-from torchmem_exporter.sizes import Curve, fit, varies
+from torchmem_exporter.drift.robust import block_medians, median_error, slope, smoothness, spread, step_spread
+from torchmem_exporter.drift.sizes import Curve, fit, varies
 
 BLOCK_STEPS = 16
 """Steps that are judged as one, by their median."""

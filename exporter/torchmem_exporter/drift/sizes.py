@@ -16,7 +16,7 @@ from statistics import median
 
 import msgspec
 
-from torchmem_exporter.robust import slope
+from torchmem_exporter.drift.robust import slope
 
 MAX_KNOTS = 16
 _MIN_KNOTS = 3

@@ -19,7 +19,7 @@ from pathlib import Path
 from urllib.parse import SplitResult, unquote, urlsplit
 
 from torchmem.errors import ConfigError
-from torchmem_exporter.resource import Resources
+from torchmem_exporter.otlp.resource import Resources
 
 _PREFIX = "OTEL_EXPORTER_OTLP_"
 _METRICS_PATH = "/v1/metrics"

@@ -30,8 +30,8 @@ from opentelemetry.proto.resource.v1.resource_pb2 import Resource
 
 from torchmem_exporter import __version__
 from torchmem_exporter.catalog import Kind, Metric
+from torchmem_exporter.otlp.resource import Attributes
 from torchmem_exporter.points import Block, Series
-from torchmem_exporter.resource import Attributes
 
 MAX_REQUEST_BYTES = 3 << 20
 """Below the 4 MiB that a gRPC server takes by default."""

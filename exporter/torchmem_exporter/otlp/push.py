@@ -17,9 +17,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from torchmem_exporter.logs import log
-from torchmem_exporter.otlp import Encoder, Request
-from torchmem_exporter.otlp_config import PushConfig
-from torchmem_exporter.otlp_transport import Outcome, Transport, connect
+from torchmem_exporter.otlp.config import PushConfig
+from torchmem_exporter.otlp.encoding import Encoder, Request
+from torchmem_exporter.otlp.transport import Outcome, Transport, connect
 from torchmem_exporter.points import Block
 
 MAX_RETRY_AFTER_SECONDS = 600.0

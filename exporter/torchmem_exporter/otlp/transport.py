@@ -28,7 +28,7 @@ from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportM
 
 from torchmem_exporter import __version__
 from torchmem_exporter.labels import clean_label
-from torchmem_exporter.otlp_config import Protocol, PushConfig
+from torchmem_exporter.otlp.config import Protocol, PushConfig
 
 GRPC_METHOD = "/opentelemetry.proto.collector.metrics.v1.MetricsService/Export"
 MAX_RESPONSE_BYTES = 64 << 10

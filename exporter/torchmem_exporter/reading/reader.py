@@ -29,14 +29,14 @@ from torchmem.wire import postmortem
 from torchmem.wire.postmortem import Buried
 from torchmem.wire.record import Record
 from torchmem.wire.store import is_held, lock_name, record_name
-from torchmem_exporter import listing
-from torchmem_exporter.burial import BURY_AFTER_SECONDS, Undertaker
-from torchmem_exporter.checked import read_checked
 from torchmem_exporter.labels import clean_label
-from torchmem_exporter.lifecycle import KEEP_CRASHED_SECONDS, Life, State, Verdict
-from torchmem_exporter.listing import status_of
-from torchmem_exporter.state import FILE_NAME, StateFile
-from torchmem_exporter.tallies import Tallies
+from torchmem_exporter.reading import listing
+from torchmem_exporter.reading.burial import BURY_AFTER_SECONDS, Undertaker
+from torchmem_exporter.reading.checked import read_checked
+from torchmem_exporter.reading.lifecycle import KEEP_CRASHED_SECONDS, Life, State, Verdict
+from torchmem_exporter.reading.listing import status_of
+from torchmem_exporter.reading.state import FILE_NAME, StateFile
+from torchmem_exporter.reading.tallies import Tallies
 
 REASONS = (
     "books",

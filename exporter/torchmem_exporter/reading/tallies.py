@@ -20,7 +20,7 @@ from typing import Annotated, NamedTuple
 import msgspec
 
 from torchmem.wire.record import Identity, Record
-from torchmem_exporter.state import StateFile
+from torchmem_exporter.reading.state import StateFile
 
 SECTION = "counters"
 MAX_RANKS = 4096

@@ -23,12 +23,12 @@ from urllib.parse import urlsplit
 
 import h11
 
-from torchmem_exporter.flight import SingleFlight
-from torchmem_exporter.limits import Limits, ServerCounts
 from torchmem_exporter.logs import log
-from torchmem_exporter.routes import Request, Response, Route, Routes, plain
-from torchmem_exporter.security import BusyError, Guard
-from torchmem_exporter.tls import is_allowed
+from torchmem_exporter.serving.flight import SingleFlight
+from torchmem_exporter.serving.limits import Limits, ServerCounts
+from torchmem_exporter.serving.routes import Request, Response, Route, Routes, plain
+from torchmem_exporter.serving.security import BusyError, Guard
+from torchmem_exporter.serving.tls import is_allowed
 
 _READ_BYTES = 4096
 _WRITE_BYTES = 64 << 10

@@ -29,10 +29,10 @@ import bcrypt
 
 from torchmem.errors import ConfigError
 from torchmem_exporter.config import check_exposure
-from torchmem_exporter.flight import SingleFlight
-from torchmem_exporter.reload import Loaded, Reloaded
-from torchmem_exporter.tls import files_of, make_context
-from torchmem_exporter.webconfig import WebConfig, read_web_config
+from torchmem_exporter.serving.flight import SingleFlight
+from torchmem_exporter.serving.reload import Loaded, Reloaded
+from torchmem_exporter.serving.tls import files_of, make_context
+from torchmem_exporter.serving.webconfig import WebConfig, read_web_config
 
 NUM_CACHED = 128
 MAX_WAITING = 32

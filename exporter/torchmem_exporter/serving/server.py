@@ -16,12 +16,12 @@ import socket
 from concurrent.futures import ThreadPoolExecutor
 
 from torchmem.errors import ConfigError
-from torchmem_exporter.connection import Connection, Service
-from torchmem_exporter.flight import SingleFlight
-from torchmem_exporter.limits import Limits, ServerCounts
 from torchmem_exporter.logs import log
-from torchmem_exporter.routes import Routes
-from torchmem_exporter.security import Guard
+from torchmem_exporter.serving.connection import Connection, Service
+from torchmem_exporter.serving.flight import SingleFlight
+from torchmem_exporter.serving.limits import Limits, ServerCounts
+from torchmem_exporter.serving.routes import Routes
+from torchmem_exporter.serving.security import Guard
 
 _BACKLOG = 128
 _RETRY_SECONDS = 0.1

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from torchmem.errors import ConfigError
-from torchmem_exporter.webconfig import Material, TLSConfig
+from torchmem_exporter.serving.webconfig import Material, TLSConfig
 
 _VERSIONS = {"TLS12": ssl.TLSVersion.TLSv1_2, "TLS13": ssl.TLSVersion.TLSv1_3}
 _VERIFY = {

@@ -34,8 +34,8 @@ from torchmem.watching.lines import (
 from torchmem.watching.look import DeviceLook, Look, RankLook
 from torchmem.watching.rank_table import ranks
 from torchmem.wire.ranks import printable
-from torchmem_exporter.drift import Judgement
-from torchmem_exporter.ring_steps import Step
+from torchmem_exporter.drift.drift import Judgement
+from torchmem_exporter.drift.ring_steps import Step
 
 NUM_GROWERS = 10
 MAX_NAMED = 3

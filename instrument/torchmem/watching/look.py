@@ -18,11 +18,11 @@ from pathlib import Path
 
 from torchmem.wire.ranks import Found, RankView, printable, read_ranks
 from torchmem.wire.record import Device
-from torchmem_exporter.judge import Judge, Verdict
-from torchmem_exporter.lifecycle import State
-from torchmem_exporter.reader import Rank
-from torchmem_exporter.ring_steps import Step, steps_after
-from torchmem_exporter.state import FILE_NAME, StateFile
+from torchmem_exporter.drift.judge import Judge, Verdict
+from torchmem_exporter.drift.ring_steps import Step, steps_after
+from torchmem_exporter.reading.lifecycle import State
+from torchmem_exporter.reading.reader import Rank
+from torchmem_exporter.reading.state import FILE_NAME, StateFile
 
 HOST_MEMORY = "cpu"
 

@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 with atheris.instrument_imports(include=["torchmem.wire", "torchmem_exporter"]):
     from torchmem.wire import record as wire
     from torchmem_exporter.labels import clean_label
-    from torchmem_exporter.reader import REASONS, Reader
+    from torchmem_exporter.reading.reader import REASONS, Reader
 
 from hostile import framed
 from records import WRITTEN_AT, make_device, make_record, make_ring

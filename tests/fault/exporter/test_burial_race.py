@@ -9,8 +9,8 @@ from records import make_record
 from torchmem.wire.deaths import read_deaths
 from torchmem.wire.record import encode
 from torchmem.wire.store import RankStore
-from torchmem_exporter import reader as reader_module
-from torchmem_exporter.reader import Reader
+from torchmem_exporter.reading import reader as reader_module
+from torchmem_exporter.reading.reader import Reader
 
 NUM_ATTEMPTS = 50
 

@@ -14,7 +14,7 @@ from records import WRITTEN_AT, living, make_device, make_record, make_ring
 from sidecars import Clock
 from torchmem.errors import RecordError
 from torchmem.wire.record import HEADER, Record, decode, encode
-from torchmem_exporter.reader import REASONS, Reader
+from torchmem_exporter.reading.reader import REASONS, Reader
 
 FIRST = 100
 """Rank of the first file planted."""

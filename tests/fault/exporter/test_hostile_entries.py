@@ -15,10 +15,10 @@ from sidecars import Clock
 from torchmem.wire.postmortem import FOLDER
 from torchmem.wire.record import encode
 from torchmem.wire.store import RECORD_NAME
-from torchmem_exporter.burial import BURY_AFTER_SECONDS
-from torchmem_exporter.lifecycle import State
-from torchmem_exporter.reader import REASONS, Reader
-from torchmem_exporter.state import FILE_NAME
+from torchmem_exporter.reading.burial import BURY_AFTER_SECONDS
+from torchmem_exporter.reading.lifecycle import State
+from torchmem_exporter.reading.reader import REASONS, Reader
+from torchmem_exporter.reading.state import FILE_NAME
 
 MANY = 10_000
 BYTES = [bytes([number]) for number in range(1, 256) if number != ord("/")]

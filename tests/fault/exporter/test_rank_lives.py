@@ -14,8 +14,8 @@ import pytest
 from sidecars import running, series, states, values
 from torchmem.model import Phase
 from torchmem.wire.deaths import read_deaths
-from torchmem_exporter.lifecycle import State
-from torchmem_exporter.reader import Reader
+from torchmem_exporter.reading.lifecycle import State
+from torchmem_exporter.reading.reader import Reader
 
 pytestmark = pytest.mark.slow
 

@@ -13,7 +13,7 @@ import pytest
 
 from hosting import GET, Paths, hosted, read_all, read_until, wait_for
 from sidecars import DEADLINE_SECONDS
-from torchmem_exporter.routes import Response, Route
+from torchmem_exporter.serving.routes import Response, Route
 
 LARGE = bytes(range(256)) * (1 << 14)
 

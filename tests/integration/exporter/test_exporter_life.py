@@ -20,11 +20,12 @@ from hosting import client_tls
 from records import living, make_record
 from sidecars import DEADLINE_SECONDS, Process, command, running, states
 from torchmem.errors import ConfigError
-from torchmem_exporter.security import Guard, Sources
+from torchmem_exporter.serving.security import Guard, Sources
 
 STUCK = """
 import sys, time
-from torchmem_exporter import cli, routes
+from torchmem_exporter import cli
+from torchmem_exporter.serving import routes
 routes.metrics = lambda *_: time.sleep(60)
 sys.exit(cli.main(sys.argv[1:]))
 """

@@ -17,7 +17,7 @@ import trustme
 from hosting import client_tls, hosted, read_all, wait_for
 from sidecars import DEADLINE_SECONDS
 from torchmem.errors import ConfigError
-from torchmem_exporter.security import Guard, Sources
+from torchmem_exporter.serving.security import Guard, Sources
 
 SAN = "scraper.example"
 

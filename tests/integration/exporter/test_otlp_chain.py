@@ -10,8 +10,8 @@ import backends
 from otlp_receivers import wait_until
 from records import make_record
 from torchmem_exporter import catalog
-from torchmem_exporter.otlp_config import from_environ
-from torchmem_exporter.otlp_push import Pusher
+from torchmem_exporter.otlp.config import from_environ
+from torchmem_exporter.otlp.push import Pusher
 from torchmem_exporter.points import Block, Series
 
 pytestmark = pytest.mark.slow

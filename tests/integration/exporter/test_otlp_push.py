@@ -20,9 +20,11 @@ from google.rpc.status_pb2 import Status
 
 from otlp_receivers import RECEIVERS, Reply, http_receiver, wait_until
 from records import make_record
-from torchmem_exporter import catalog, otlp, otlp_push
-from torchmem_exporter.otlp_config import from_environ
-from torchmem_exporter.otlp_push import Pusher
+from torchmem_exporter import catalog
+from torchmem_exporter.otlp import encoding as otlp
+from torchmem_exporter.otlp import push as otlp_push
+from torchmem_exporter.otlp.config import from_environ
+from torchmem_exporter.otlp.push import Pusher
 from torchmem_exporter.points import Block, Series
 
 PROTOCOLS = sorted(RECEIVERS)

@@ -12,9 +12,9 @@ from torchmem.model import OUTSIDE, ROOT, RefType
 from torchmem.wire import record as wire
 from torchmem_exporter import catalog
 from torchmem_exporter.budget import OTHER, Budget, Level, choose, cut, is_challenged
-from torchmem_exporter.lifecycle import State
 from torchmem_exporter.parts import RankParts
-from torchmem_exporter.reader import Rank, Snapshot
+from torchmem_exporter.reading.lifecycle import State
+from torchmem_exporter.reading.reader import Rank, Snapshot
 from torchmem_exporter.sampler import Sampler
 
 KEY = ("job", "0")

@@ -11,8 +11,8 @@ from sidecars import Clock
 from torchmem.wire.postmortem import buried_name
 from torchmem.wire.record import encode
 from torchmem.wire.store import RankStore
-from torchmem_exporter.lifecycle import State
-from torchmem_exporter.reader import Reader
+from torchmem_exporter.reading.lifecycle import State
+from torchmem_exporter.reading.reader import Reader
 
 JOB = "llama-pretrain"
 ATTEMPT = make_record().identity.attempt
@@ -64,7 +64,7 @@ def test_crashed_record_is_moved_and_shown_for_a_quarter_of_an_hour(reader, tmp_
 
 def test_the_move_costs_no_second_reading(reader, tmp_path, clock, monkeypatch):
     """Each record would be decoded again for having been moved."""
-    from torchmem_exporter import checked
+    from torchmem_exporter.reading import checked
 
     decoded = []
     original = checked.decode
@@ -209,7 +209,7 @@ def test_garbage_among_the_dead_costs_a_count(reader, tmp_path, clock, reason, p
 
 def test_old_files_of_the_dead_are_not_read(tmp_path, monkeypatch):
     """Every start of the sidecar would decode all deaths of two weeks."""
-    from torchmem_exporter import checked
+    from torchmem_exporter.reading import checked
 
     leave(tmp_path, make_record())
     RankStore(tmp_path, JOB, 0).close()

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from simulated_runs import BENIGN, DRIFTING, simulate
 from torchmem.model import Phase
 from torchmem.wire.record import Identity
-from torchmem_exporter.composition import Composition, Part
-from torchmem_exporter.drift import ATTEMPT, CONFIGURATION, MANUAL, Drift, fingerprint_of
-from torchmem_exporter.floor import NUM_TIERS, TIER_BLOCKS
-from torchmem_exporter.learning import MAX_SAMPLES
-from torchmem_exporter.ring_steps import Step
+from torchmem_exporter.drift.composition import Composition, Part
+from torchmem_exporter.drift.drift import ATTEMPT, CONFIGURATION, MANUAL, Drift, fingerprint_of
+from torchmem_exporter.drift.floor import NUM_TIERS, TIER_BLOCKS
+from torchmem_exporter.drift.learning import MAX_SAMPLES
+from torchmem_exporter.drift.ring_steps import Step
 
 GIB = 1 << 30
 ORDINARY = int(Phase.FORWARD | Phase.BACKWARD | Phase.OPTIMIZER)

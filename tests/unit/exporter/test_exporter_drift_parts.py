@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from records import cells, make_record, module_names
 from torchmem.model import REFTYPE_LABELS, RefType
 from torchmem.wire import record as wire
-from torchmem_exporter import baseline, robust, sizes
-from torchmem_exporter.composition import OTHER, Composition, Growers, Growth, Part, compare, composition
-from torchmem_exporter.floor import steady_growth
-from torchmem_exporter.learning import Level
-from torchmem_exporter.ring_steps import Step, steps_after
+from torchmem_exporter.drift import baseline, robust, sizes
+from torchmem_exporter.drift.composition import OTHER, Composition, Growers, Growth, Part, compare, composition
+from torchmem_exporter.drift.floor import steady_growth
+from torchmem_exporter.drift.learning import Level
+from torchmem_exporter.drift.ring_steps import Step, steps_after
 
 NAMES = st.sampled_from(["(root)", "layers.0", "layers.1", "layers.2", "head"])
 PARTS = st.dictionaries(st.tuples(NAMES, st.sampled_from(["activation", "gradient"])), st.integers(1, 1 << 40))

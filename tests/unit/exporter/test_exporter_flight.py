@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from sidecars import DEADLINE_SECONDS
-from torchmem_exporter.flight import SingleFlight
+from torchmem_exporter.serving.flight import SingleFlight
 
 
 @pytest.fixture

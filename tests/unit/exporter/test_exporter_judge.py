@@ -13,15 +13,15 @@ from records import living, make_device, make_record
 from torchmem.model import REFTYPE_LABELS, Phase, RefType
 from torchmem.wire import record as wire
 from torchmem_exporter import catalog
-from torchmem_exporter import judge as judge_module
-from torchmem_exporter import state as state_module
 from torchmem_exporter.budget import Budget
-from torchmem_exporter.composition import Composition, Part
+from torchmem_exporter.drift import judge as judge_module
+from torchmem_exporter.drift.composition import Composition, Part
+from torchmem_exporter.drift.judge import SAVE_SECONDS, Grower, Judge, grown, learned
 from torchmem_exporter.exposition import Exposition
-from torchmem_exporter.judge import SAVE_SECONDS, Grower, Judge, grown, learned
-from torchmem_exporter.lifecycle import State
-from torchmem_exporter.reader import Rank, Reader
-from torchmem_exporter.state import StateFile
+from torchmem_exporter.reading import state as state_module
+from torchmem_exporter.reading.lifecycle import State
+from torchmem_exporter.reading.reader import Rank, Reader
+from torchmem_exporter.reading.state import StateFile
 
 MIB = 1 << 20
 MODULES = ["(outside modules)", "(root)", "layers.0.mlp", "layers.1.mlp", "layers.2.mlp"]

@@ -10,8 +10,8 @@ import pytest
 from records import WRITTEN_AT, leave, living, make_record
 from sidecars import Clock, application, ask
 from torchmem_exporter import landing
-from torchmem_exporter.lifecycle import State
-from torchmem_exporter.reader import Rank, Rejection, Snapshot
+from torchmem_exporter.reading.lifecycle import State
+from torchmem_exporter.reading.reader import Rank, Rejection, Snapshot
 
 HOSTILE = "<script>alert('x')</script>\"&'" * 7
 

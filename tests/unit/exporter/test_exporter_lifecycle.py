@@ -8,8 +8,8 @@ from records import WRITTEN_AT, leave, living, make_record
 from sidecars import Clock
 from torchmem.wire.record import encode
 from torchmem.wire.store import RankStore
-from torchmem_exporter.lifecycle import State
-from torchmem_exporter.reader import KEEP_CONSUMER_SECONDS, Reader
+from torchmem_exporter.reading.lifecycle import State
+from torchmem_exporter.reading.reader import KEEP_CONSUMER_SECONDS, Reader
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ from records import WRITTEN_AT, living, make_device, make_record
 from sidecars import Clock
 from torchmem.errors import RecordError
 from torchmem.wire import record as wire
-from torchmem_exporter import checked
-from torchmem_exporter.checked import (
+from torchmem_exporter.reading import checked
+from torchmem_exporter.reading.checked import (
     MAX_DEVICES,
     MAX_LABELERS,
     MAX_MODULES,
@@ -21,8 +21,8 @@ from torchmem_exporter.checked import (
     MAX_OPERATIONS,
     MAX_REFTYPES,
 )
-from torchmem_exporter.lifecycle import State
-from torchmem_exporter.reader import REASONS, Reader
+from torchmem_exporter.reading.lifecycle import State
+from torchmem_exporter.reading.reader import REASONS, Reader
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from torchmem.errors import ConfigError
-from torchmem_exporter.reload import RETRY_SECONDS, Loaded, Reloaded
+from torchmem_exporter.serving.reload import RETRY_SECONDS, Loaded, Reloaded
 
 
 class Loader:

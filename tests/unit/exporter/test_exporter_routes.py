@@ -9,8 +9,8 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 
 from records import WRITTEN_AT, leave, living, make_record
 from sidecars import Clock, application, ask, series, states
-from torchmem_exporter.reader import Reader
-from torchmem_exporter.routes import Request
+from torchmem_exporter.reading.reader import Reader
+from torchmem_exporter.serving.routes import Request
 
 OPENMETRICS = "application/openmetrics-text;version=1.0.0"
 PROMETHEUS_2_42 = f"{OPENMETRICS},application/openmetrics-text;version=0.0.1;q=0.75,text/plain;version=0.0.4;q=0.5,*/*"

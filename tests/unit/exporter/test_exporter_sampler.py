@@ -13,8 +13,8 @@ from torchmem.wire import record as wire
 from torchmem_exporter import catalog
 from torchmem_exporter.budget import Budget, Level
 from torchmem_exporter.labels import MAX_LABEL_BYTES, clean_label
-from torchmem_exporter.lifecycle import State
-from torchmem_exporter.reader import Rank, Snapshot
+from torchmem_exporter.reading.lifecycle import State
+from torchmem_exporter.reading.reader import Rank, Snapshot
 from torchmem_exporter.sampler import Sampler, versions
 
 JOB = "llama-pretrain"

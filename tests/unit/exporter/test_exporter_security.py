@@ -11,8 +11,8 @@ import bcrypt
 import pytest
 
 from torchmem.errors import ConfigError
-from torchmem_exporter import security
-from torchmem_exporter.security import BusyError, Guard, Sources
+from torchmem_exporter.serving import security
+from torchmem_exporter.serving.security import BusyError, Guard, Sources
 
 
 def hashed(password, cost=4):

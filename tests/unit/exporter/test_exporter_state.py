@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchmem_exporter.state import MAX_BYTES, StateFile
+from torchmem_exporter.reading.state import MAX_BYTES, StateFile
 
 SECTION = msgspec.msgpack.encode({"a": [1, 2]})
 GOOD = msgspec.msgpack.encode({"version": 1, "sections": {"counters": {"a": [1, 2]}, "baselines": "later"}})

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from records import STARTED_AT, WRITTEN_AT, leave, living, make_record
 from sidecars import Clock
 from torchmem.wire.record import Allocator, encode
-from torchmem_exporter import tallies as tallies_module
-from torchmem_exporter.reader import Reader
-from torchmem_exporter.state import FILE_NAME, StateFile
-from torchmem_exporter.tallies import NOTHING, Tallies
+from torchmem_exporter.reading import tallies as tallies_module
+from torchmem_exporter.reading.reader import Reader
+from torchmem_exporter.reading.state import FILE_NAME, StateFile
+from torchmem_exporter.reading.tallies import NOTHING, Tallies
 
 DEVICE = "cuda:0"
 

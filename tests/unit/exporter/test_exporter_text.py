@@ -15,9 +15,9 @@ from reference_text import Reference
 from torchmem_exporter import catalog
 from torchmem_exporter.budget import Budget, Level
 from torchmem_exporter.labels import clean_label
-from torchmem_exporter.lifecycle import State
 from torchmem_exporter.points import Block, Series
-from torchmem_exporter.reader import Rank, Snapshot
+from torchmem_exporter.reading.lifecycle import State
+from torchmem_exporter.reading.reader import Rank, Snapshot
 from torchmem_exporter.sampler import Sampler
 from torchmem_exporter.text import TextRenderer, negotiate
 

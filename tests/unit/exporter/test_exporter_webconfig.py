@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from torchmem.errors import ConfigError
-from torchmem_exporter import tls
-from torchmem_exporter.webconfig import MAX_FILE_BYTES, Material, read_web_config
+from torchmem_exporter.serving import tls
+from torchmem_exporter.serving.webconfig import MAX_FILE_BYTES, Material, read_web_config
 
 HASH = "$2y$04$qC3cUwFTpxUaiQTzVcZY5ujeGYYLC1fYkLl0bzaCpQaUS34W0PVF6"
 TLS = "tls_server_config: {cert_file: server.crt, key_file: server.key"

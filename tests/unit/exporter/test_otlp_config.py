@@ -7,7 +7,7 @@ import re
 import pytest
 
 from torchmem.errors import ConfigError
-from torchmem_exporter.otlp_config import Protocol, from_environ
+from torchmem_exporter.otlp.config import Protocol, from_environ
 
 ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
 METRICS_ENDPOINT = "OTEL_EXPORTER_OTLP_METRICS_ENDPOINT"

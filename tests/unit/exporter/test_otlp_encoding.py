@@ -13,11 +13,12 @@ from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportM
 
 from otlp_receivers import decode
 from records import make_record
-from torchmem_exporter import catalog, otlp
+from torchmem_exporter import catalog
 from torchmem_exporter.catalog import Kind
-from torchmem_exporter.otlp import Encoder
+from torchmem_exporter.otlp import encoding as otlp
+from torchmem_exporter.otlp.encoding import Encoder
+from torchmem_exporter.otlp.resource import Resources
 from torchmem_exporter.points import Block, Series
-from torchmem_exporter.resource import Resources
 
 START_NS, NOW_NS = 1_700_000_000 * 10**9, 1_800_000_000 * 10**9
 IDENTITY = make_record(3).identity

@@ -9,8 +9,8 @@ import pytest
 
 from records import make_record
 from torchmem_exporter import __version__
+from torchmem_exporter.otlp.resource import Resources
 from torchmem_exporter.points import Block
-from torchmem_exporter.resource import Resources
 
 POD = {
     "K8S_POD_NAME": "train-0",

@@ -11,7 +11,7 @@ import watched
 from torchmem.model import RefType
 from torchmem.watching.alerts import alerts, filled, rate, span
 from torchmem.wire import record as wire
-from torchmem_exporter.judge import Grower
+from torchmem_exporter.drift.judge import Grower
 from watched import GIB, MIB, NOW, device_look, rank_look
 
 GROWER = Grower("layers.3.mlp", "activation", 2 * MIB)

@@ -15,7 +15,7 @@ from torchmem.watching.choice import Choice
 from torchmem.watching.lines import Page, chart
 from torchmem.watching.rank_table import ranks
 from torchmem.wire import record as wire
-from torchmem_exporter.judge import Grower
+from torchmem_exporter.drift.judge import Grower
 from watched import GIB, MIB, device_look, look, rank_look
 
 RANKS = """\

@@ -11,10 +11,10 @@ import watched
 from torchmem.watching.alerts import alerts
 from torchmem.watching.look import Watcher
 from torchmem.wire import record as wire
-from torchmem_exporter.judge import Judge
-from torchmem_exporter.lifecycle import State
-from torchmem_exporter.reader import Rank
-from torchmem_exporter.state import FILE_NAME, StateFile
+from torchmem_exporter.drift.judge import Judge
+from torchmem_exporter.reading.lifecycle import State
+from torchmem_exporter.reading.reader import Rank
+from torchmem_exporter.reading.state import FILE_NAME, StateFile
 from watched import LEAKING_MODULE
 
 GROWN = records.module_names(40)[LEAKING_MODULE]
