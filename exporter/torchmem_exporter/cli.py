@@ -31,6 +31,7 @@ from torchmem_exporter.config import (
     ValidatedConfig,
     split_address,
 )
+from torchmem_exporter.drift.held import held_run
 from torchmem_exporter.logs import FORMATS, LEVELS, configure, log
 from torchmem_exporter.notify import ALIVE, READY, STOPPING, Notifier
 from torchmem_exporter.otlp.config import Protocol, from_environ
@@ -50,7 +51,7 @@ _EPILOG = """\
 GET /metrics   Prometheus text or OpenMetrics, as the scraper asks; gzip where accepted
 GET /healthz   200 while the process lives
 GET /readyz    200 while the directory can be read, else 503 and why
-GET /          a page that lists the ranks and what could not be read
+GET /          a page for a browser: the ranks, what fills their devices, what has grown
 
 Where users or tokens are asked for, all but /healthz need them, since a kubelet's probe has none. Client certificates
 are asked for before any request: there probe the port (tcpSocket), or use VerifyClientCertIfGiven with users or tokens.
@@ -106,6 +107,7 @@ def parse(arguments: Sequence[str] | None = None) -> ValidatedConfig:
         state_file=flags.state_file.absolute() if flags.state_file else None,
         push=from_environ(os.environ),
         budget=Budget(Level(flags.level), flags.depth, flags.top_modules),
+        held=tuple(held_run(argument) for argument in flags.baseline),
         allow_open_bind=flags.allow_open_bind,
         web_config=flags.web_config,
         bearer_token_file=flags.bearer_token_file,
@@ -136,7 +138,7 @@ def run(config: ValidatedConfig) -> None:
 
         guard = Guard(Sources(config.web_config, config.bearer_token_file, config.exposed_host))
         reader = Reader(config.directory, stale_after=config.stale_after, state_path=config.state_file)
-        exposition = Exposition(reader, config.budget)
+        exposition = Exposition(reader, config.budget, held=config.held)
         server = Server(Routes(exposition), guard, config.host, config.port)
         exposition.parts.append(lambda: own.of_server(server.counts, guard))
         configure(config.log_format, config.log_level)
@@ -302,6 +304,14 @@ def _parser() -> argparse.ArgumentParser:
         default=DEFAULT_TOP_MODULES,
         metavar="N",
         help="at standard: modules shown by name, the rest as __other__ (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--baseline",
+        action="append",
+        default=[],
+        metavar="[JOB=]FILE",
+        help="hold running jobs against this baseline, which `torchmem baseline save` wrote, instead of learning one:"
+        " the job it was saved from, or those whose names fit JOB, a pattern such as 'llama-*'; may be given again",
     )
     parser.add_argument(
         "--state-file",

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from torchmem.errors import ConfigError
 from torchmem_exporter.budget import Budget
+from torchmem_exporter.drift.held import HeldRun
 from torchmem_exporter.logs import FORMATS, LEVELS
 from torchmem_exporter.otlp.config import PushConfig
 
@@ -32,6 +33,7 @@ class ValidatedConfig:
         port: TCP port; 0 lets the system choose.
         stale_after: seconds after which the record of a live rank counts as old.
         budget: what a rank may cost in series.
+        held: baselines that running jobs are held against.
         state_file: where what outlives the sidecar is kept; None for a file in the directory.
         push: where to push by OTLP; None for not at all.
         allow_open_bind: whether other machines may be served without TLS or without authentication.
@@ -49,6 +51,7 @@ class ValidatedConfig:
     port: int
     stale_after: float = DEFAULT_STALE_AFTER_SECONDS
     budget: Budget = field(default_factory=Budget)
+    held: tuple[HeldRun, ...] = ()
     state_file: Path | None = None
     push: PushConfig | None = None
     allow_open_bind: bool = False

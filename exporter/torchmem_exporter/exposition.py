@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.exposition import generate_latest
@@ -16,7 +16,8 @@ from prometheus_client.openmetrics.exposition import generate_latest as generate
 
 from torchmem_exporter import __version__, catalog, own
 from torchmem_exporter.budget import Budget
-from torchmem_exporter.drift.judge import Judge
+from torchmem_exporter.drift.held import HeldRun
+from torchmem_exporter.drift.judge import Judge, Verdict
 from torchmem_exporter.points import Block, Series, in_order
 from torchmem_exporter.reading.reader import Reader, Snapshot
 from torchmem_exporter.sampler import Sampler, versions
@@ -31,16 +32,24 @@ class Exposition:
     Args:
         reader: of the directory.
         budget: what a rank may cost.
+        held: baselines that running jobs are held against.
         timer: seconds.
 
     Attributes:
         parts: what gives further series about the sidecar itself, asked at each exposition.
     """
 
-    def __init__(self, reader: Reader, budget: Budget, timer: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self,
+        reader: Reader,
+        budget: Budget,
+        timer: Callable[[], float] = time.perf_counter,
+        *,
+        held: Sequence[HeldRun] = (),
+    ) -> None:
         self.reader = reader
         self.parts: list[Callable[[], Iterable[Series]]] = []
-        self._judge = Judge(reader.state)
+        self._judge = Judge(reader.state, held)
         self._sampler = Sampler(budget, self._judge)
         self._timer = timer
         self._renderer = TextRenderer()
@@ -61,6 +70,12 @@ class Exposition:
             blocks = self._sampler.blocks(snapshot)
             return (*blocks, self._own_block(snapshot, self._timer() - began))
 
+    def judged(self) -> tuple[Snapshot, list[Mapping[str, Verdict]]]:
+        """What a look at the ranks finds, and what is known of each one's devices; takes nothing from any consumer."""
+        with self._guard:
+            snapshot = self.reader.scan(None)
+            return snapshot, [self._judge.judge(rank) for rank in snapshot.ranks]
+
     def look(self, *, is_last: bool = False) -> None:
         """Judges what is new, so that no step is missed between scrapes, and keeps what was learned."""
         with self._guard:
@@ -69,6 +84,7 @@ class Exposition:
                 self._judge.judge(rank)
             self._judge.release(ranks)
         # The disk may be slow: no scrape waits for it.
+        self.reader.save()
         self._judge.save(is_due=is_last, guard=self._guard)
 
     def text(self, consumer: str | None, *, is_openmetrics: bool) -> tuple[bytes, ...]:

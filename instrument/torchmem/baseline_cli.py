@@ -19,18 +19,18 @@ import re
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from torchmem.command_line import add_directory, complain, print_drawn, print_json, records_dir
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from torchmem.show import Holders
-    from torchmem.wire.record import Device, Record
-    from torchmem_exporter.drift.baseline import Baseline, Baselines
+    from torchmem.wire.record import Record
+    from torchmem_exporter.drift.baseline import Baselines
     from torchmem_exporter.drift.composition import Composition
-    from torchmem_exporter.drift.drift import Drift
     from torchmem_exporter.drift.judge import Drifts
 
 UNKNOWN, UNUSABLE = 1, 2
@@ -47,13 +47,7 @@ def add_parser(commands: Any) -> None:
     help_text = "write what is usual of a job's ranks to a file"
     save = actions.add_parser("save", help=help_text, description=f"{help_text.capitalize()}.")
     save.add_argument("name", metavar="NAME", help="what to call it")
-    save.add_argument(
-        "directory",
-        metavar="DIR",
-        nargs="?",
-        type=Path,
-        help="directory of the records, or a job's folder in it (default: TORCHMEM_DIR, else where jobs write)",
-    )
+    add_directory(save)
     save.add_argument("--job", metavar="J", help="only this training job")
     save.add_argument("--output", metavar="FILE", type=Path, help="where to (default: NAME.baseline.json, here)")
     help_text = "show a file of baselines"
@@ -62,11 +56,7 @@ def add_parser(commands: Any) -> None:
     show.add_argument("--json", action="store_true", help="all of it as JSON")
 
 
-def run(
-    arguments: argparse.Namespace,
-    print_json: Callable[[Any], None],
-    print_drawn: Callable[[Callable[[Any], None]], None],
-) -> int:
+def run(arguments: argparse.Namespace) -> int:
     """Saves or shows, and returns the status: 0, 1 where no baseline is known yet, 2 for input that cannot be used."""
     from torchmem.diff_input import UnusableError, read_baselines
 
@@ -75,7 +65,7 @@ def run(
             return _save(arguments)
         found = read_baselines(arguments.file)
     except UnusableError as error:
-        _complain(str(error))
+        complain(str(error))
         return UNUSABLE
     if arguments.json:
         import msgspec
@@ -88,26 +78,25 @@ def run(
 
 def _save(arguments: argparse.Namespace) -> int:
     from torchmem.diff_input import read_records
-    from torchmem.wire.store import default_dir
     from torchmem_exporter.drift.baseline import encode
 
     if arguments.output is None and not _PLAIN_NAME.fullmatch(arguments.name):
-        _complain(f"{arguments.name!r} makes no plain file name: say where to write with --output")
+        complain(f"{arguments.name!r} makes no plain file name: say where to write with --output")
         return UNUSABLE
     output = arguments.output or Path(f"{arguments.name}.baseline.json")
-    directory = arguments.directory or Path(os.environ.get("TORCHMEM_DIR") or default_dir())
+    directory = records_dir(arguments.directory)
     found = read_records(directory, arguments.job)
     for line in found.unreadable:
-        _complain(line)
+        complain(line)
     saved, unknown = collect(arguments.name, found.records, learned_in(directory))
     for line in unknown:
-        _complain(line)
+        complain(line)
     if not saved.baselines:
         return UNKNOWN
     try:
         _write(output, encode(saved))
     except OSError as error:
-        _complain(f"cannot write {output}: {error.strerror}")
+        complain(f"cannot write {output}: {error.strerror}")
         return UNUSABLE
     ranks = len({one.rank for one in saved.baselines})
     sys.stdout.write(f"{output}: {len(saved.baselines)} baselines of {ranks} of {saved.world_size} ranks\n")
@@ -134,19 +123,25 @@ def collect(name: str, records: list[Record], learned: Drifts) -> tuple[Baseline
         learned: what a sidecar has learned; brought up to date with the records.
     """
     from torchmem.wire.ranks import printable
-    from torchmem_exporter.drift.baseline import Baselines
+    from torchmem_exporter.drift.baseline import Baseline, Baselines
+    from torchmem_exporter.drift.judge import learn
     from torchmem_exporter.labels import clean_label
 
     baselines, unknown = [], []
     for record in records:
         identity = record.identity
         drifts = learned.get(clean_label(identity.train_job), {}).get(str(identity.rank), {})
-        for device in record.devices:
-            found, reason = _baseline(record, device, drifts)
-            if found is not None:
-                baselines.append(found)
-            else:
-                unknown.append(f"rank {identity.rank} {printable(device.name)} is left out: {reason}")
+        for device, drift in learn(record, drifts).items():
+            if drift.level is None:
+                num_steps = drift.learning.num_steps if drift.learning else 0
+                reason = f"after {num_steps} ordinary steps its baseline is not known yet"
+                unknown.append(f"rank {identity.rank} {printable(device)} is left out: {reason}")
+                continue
+            baselines.append(
+                Baseline(
+                    rank=identity.rank, device=device, level=drift.level, usual=drift.usual, mesh=dict(identity.mesh)
+                )
+            )
     first = records[0].identity
     return Baselines(
         name=name,
@@ -157,35 +152,6 @@ def collect(name: str, records: list[Record], learned: Drifts) -> tuple[Baseline
         torchmem_version=first.torchmem_version,
         baselines=baselines,
     ), unknown
-
-
-def _baseline(record: Record, device: Device, drifts: dict[str, Drift]) -> tuple[Baseline | None, str]:
-    from torchmem.model import folded
-    from torchmem_exporter.drift.baseline import Baseline
-    from torchmem_exporter.drift.composition import MAX_PARTS, composition
-    from torchmem_exporter.drift.drift import Drift, fingerprint_of
-    from torchmem_exporter.drift.ring_steps import steps_after
-
-    drift = drifts.get(device.name) or Drift()
-    drift.begin(record.identity.attempt, fingerprint_of(record.identity))
-    sizes = memoryview(record.ring.input_sizes).cast("q").tolist() if record.ring.input_sizes else ()
-    steps = steps_after(record.ring, drift.last_step, len(record.reftypes), sizes).get(device.name, [])
-    drift.feed(steps)
-    if drift.level is None:
-        seen = drift.learning.num_steps if drift.learning else 0
-        return None, f"after {seen} ordinary steps its baseline is not known yet"
-    if drift.wants_composition and drift.is_ordinary(device.step_peak_bytes):
-        now = composition(device.step_peak, record.modules, record.reftypes)
-        if len(now.parts) > MAX_PARTS:
-            now = composition(device.step_peak, [folded(name) for name in record.modules], record.reftypes)
-        drift.observe(now)
-    identity = record.identity
-    return (
-        Baseline(
-            rank=identity.rank, device=device.name, level=drift.level, usual=drift.usual, mesh=dict(identity.mesh)
-        ),
-        "",
-    )
 
 
 def _write(path: Path, data: bytes) -> None:
@@ -239,7 +205,3 @@ def _holders(usual: Composition) -> Holders:
         others_bytes=rest,
         total_bytes=usual.total_bytes,
     )
-
-
-def _complain(line: str) -> None:
-    sys.stderr.write(f"torchmem: {line}\n")

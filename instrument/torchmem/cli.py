@@ -9,7 +9,6 @@ sense are status 2; Ctrl-C and a closed pipe end it quietly, with the status a s
 from __future__ import annotations
 
 import argparse
-import io
 import os
 import sys
 import time
@@ -19,6 +18,7 @@ from typing import Any
 
 import torchmem
 from torchmem import baseline_cli, diff_cli
+from torchmem.command_line import add_directory, complain, print_drawn, print_json, records_dir, whole
 from torchmem.errors import BuildError
 from torchmem.forecasting import command as forecasting
 from torchmem.watching import command as watching
@@ -75,18 +75,10 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     help_text = "show who holds the memory of each rank on this host"
     show = commands.add_parser("show", help=help_text, description=f"{help_text.capitalize()}.")
-    show.add_argument(
-        "directory",
-        metavar="DIR",
-        nargs="?",
-        type=Path,
-        help="directory of the records, or a job's folder in it (default: TORCHMEM_DIR, else where jobs write)",
-    )
+    add_directory(show)
     show.add_argument("--job", metavar="J", help="only this training job")
-    show.add_argument("--rank", metavar="N", type=_rank, help="only this rank")
-    show.add_argument(
-        "--top", metavar="N", type=_at_least_one, default=15, help="rows shown, the rest summed (default: 15)"
-    )
+    show.add_argument("--rank", metavar="N", type=whole(0), help="only this rank")
+    show.add_argument("--top", metavar="N", type=whole(1), default=15, help="rows shown, the rest summed (default: 15)")
     show.add_argument(
         "--by", choices=("module", "reftype", "both"), default="both", help="what a row is (default: both)"
     )
@@ -123,10 +115,10 @@ def _add_post_mortem(commands: Any) -> None:
         " (default: TORCHMEM_DIR, else where jobs write)",
     )
     command.add_argument("--job", metavar="J", help="only this training job")
-    command.add_argument("--rank", metavar="N", type=_rank, help="only this rank")
-    command.add_argument("--last", metavar="N", type=_at_least_one, help="only the latest N deaths (default: all)")
+    command.add_argument("--rank", metavar="N", type=whole(0), help="only this rank")
+    command.add_argument("--last", metavar="N", type=whole(1), help="only the latest N deaths (default: all)")
     command.add_argument(
-        "--top", metavar="N", type=_at_least_one, default=10, help="rows of a peak shown, the rest summed (default: 10)"
+        "--top", metavar="N", type=whole(1), default=10, help="rows of a peak shown, the rest summed (default: 10)"
     )
     command.add_argument(
         "--unfold", action="store_true", help="tell layers.0, layers.1, ... apart instead of summing them as layers.*"
@@ -139,7 +131,7 @@ def _add_validate(commands: Any) -> None:
     validate = commands.add_parser("validate", help=help_text, description=f"{help_text.capitalize()}.")
     validate.add_argument("--device", choices=("cpu", "cuda"), help="where to run (default: cuda where there is one)")
     validate.add_argument(
-        "--ranks", metavar="N", type=_at_least_one, help="processes (default: one a GPU, at most those; 2 on the CPU)"
+        "--ranks", metavar="N", type=whole(1), help="processes (default: one a GPU, at most those; 2 on the CPU)"
     )
     validate.add_argument(
         "--only",
@@ -149,7 +141,7 @@ def _add_validate(commands: Any) -> None:
         help="only rows whose name contains this, or matches it where it has * or ?; may be repeated",
     )
     validate.add_argument(
-        "--steps", metavar="N", type=_at_least_two, default=3, help="steps of each of four blocks (default: 3)"
+        "--steps", metavar="N", type=whole(2), default=3, help="steps of each of four blocks (default: 3)"
     )
     validate.add_argument(
         "--tolerance",
@@ -162,18 +154,6 @@ def _add_validate(commands: Any) -> None:
     validate.add_argument("--json", action="store_true", help="everything, as one JSON document at the end")
 
 
-def _rank(text: str) -> int:
-    return _whole(text, 0)
-
-
-def _at_least_one(text: str) -> int:
-    return _whole(text, 1)
-
-
-def _at_least_two(text: str) -> int:
-    return _whole(text, 2)
-
-
 def _share(text: str) -> float:
     try:
         share = float(text)
@@ -184,12 +164,6 @@ def _share(text: str) -> float:
     return share
 
 
-def _whole(text: str, least: int) -> int:
-    if not text.isdecimal() or int(text) < least:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of {least} or more")
-    return int(text)
-
-
 def _build(_arguments: argparse.Namespace) -> int:
     from torchmem.engine import native
 
@@ -197,7 +171,7 @@ def _build(_arguments: argparse.Namespace) -> int:
     try:
         binary = native.build()
     except BuildError as error:
-        _complain(str(error))
+        complain(str(error))
         return 1
     cached = binary.stat().st_mtime < started
     print(binary)
@@ -211,14 +185,14 @@ def _validate(arguments: argparse.Namespace) -> int:
     try:
         native.supported_torch()
     except BuildError as error:
-        _complain(str(error))
+        complain(str(error))
         return 1
     from torchmem.validation import report, rows, run
 
     chosen = rows.find(arguments.only)
     names = [row.name for row in chosen]
     if not chosen:
-        _complain(f"no row matches {' or '.join(map(repr, arguments.only))}: `torchmem validate --list` names them")
+        complain(f"no row matches {' or '.join(map(repr, arguments.only))}: `torchmem validate --list` names them")
         return BAD_ARGUMENTS
     if arguments.list:
         sys.stdout.writelines(f"{name}\n" for name in names)
@@ -228,10 +202,10 @@ def _validate(arguments: argparse.Namespace) -> int:
         options = run.Options(machine, chosen, arguments.steps, arguments.tolerance)
         outcomes = run.run(options, report.Json() if arguments.json else report.Table(names))
     except run.UnusableError as error:
-        _complain(str(error))
+        complain(str(error))
         return BAD_ARGUMENTS
     except BuildError as error:
-        _complain(str(error))
+        complain(str(error))
         return 1
     return 0 if run.is_right(outcomes) else 1
 
@@ -239,66 +213,40 @@ def _validate(arguments: argparse.Namespace) -> int:
 def _show(arguments: argparse.Namespace) -> int:
     from torchmem import show
     from torchmem.wire.ranks import read_ranks
-    from torchmem.wire.store import default_dir
 
-    directory: Path = arguments.directory or Path(os.environ.get("TORCHMEM_DIR") or default_dir())
+    directory = records_dir(arguments.directory)
     found = read_ranks(directory, arguments.job, arguments.rank)
     for line in found.unreadable:
-        _complain(line)
+        complain(line)
     if not found.ranks:
         if not found.unreadable or arguments.job is not None or arguments.rank is not None:
-            _complain(_nothing(directory, arguments.job, arguments.rank))
+            complain(_nothing(directory, arguments.job, arguments.rank))
         return 1
     book, by = show.Book(arguments.book), show.By(arguments.by)
     if arguments.json:
-        _print_json(show.as_data(found.ranks, book, by, arguments.top))
+        print_json(show.as_data(found.ranks, book, by, arguments.top))
     else:
-        _print_drawn(
-            lambda console: show.draw(console, found.ranks, book, by, arguments.top, fold=not arguments.unfold)
-        )
+        print_drawn(lambda console: show.draw(console, found.ranks, book, by, arguments.top, fold=not arguments.unfold))
     return 0
 
 
 def _post_mortem(arguments: argparse.Namespace) -> int:
     from torchmem import postmortem_show
     from torchmem.wire.deaths import read_deaths
-    from torchmem.wire.store import default_dir
 
-    path: Path = arguments.path or Path(os.environ.get("TORCHMEM_DIR") or default_dir())
+    path = records_dir(arguments.path)
     found = read_deaths(path, arguments.job, arguments.rank)
     for line in found.unreadable:
-        _complain(line)
+        complain(line)
     deaths = found.deaths[: arguments.last]
     if not deaths:
-        _complain(f"no attempt{_wanted(arguments.job, arguments.rank)} has died, as far as {path} tells")
+        complain(f"no attempt{_wanted(arguments.job, arguments.rank)} has died, as far as {path} tells")
         return 1
     if arguments.json:
-        _print_json(postmortem_show.as_data(deaths, arguments.top))
+        print_json(postmortem_show.as_data(deaths, arguments.top))
     else:
-        _print_drawn(lambda console: postmortem_show.draw(console, deaths, arguments.top, fold=not arguments.unfold))
+        print_drawn(lambda console: postmortem_show.draw(console, deaths, arguments.top, fold=not arguments.unfold))
     return 0
-
-
-def _print_json(data: Any) -> None:
-    import json
-
-    _print_lines(json.dumps(data, indent=2, allow_nan=False) + "\n")
-
-
-def _print_drawn(draw: Callable[[Any], None]) -> None:
-    from rich.console import Console
-
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a module's name may not fit the terminal's encoding
-    console = Console(highlight=False)
-    with console.capture() as drawn:  # rich has an end of its own, with status 1, for a pipe that closes
-        draw(console)
-    _print_lines(drawn.get())
-
-
-def _print_lines(text: str) -> None:
-    # Line by line: unbuffered, Python would take a single write that a closed pipe cut short for a whole one.
-    sys.stdout.writelines(text.splitlines(keepends=True))
 
 
 def _nothing(directory: Path, train_job: str | None, rank: int | None) -> str:
@@ -311,17 +259,13 @@ def _wanted(train_job: str | None, rank: int | None) -> str:
     return wanted + (f" of rank {rank}" if rank is not None else "")
 
 
-def _complain(line: str) -> None:
-    print(f"torchmem: {line}", file=sys.stderr)
-
-
 _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
-    "baseline": lambda arguments: baseline_cli.run(arguments, _print_json, _print_drawn),
+    "baseline": baseline_cli.run,
     "build": _build,
-    "diff": lambda arguments: diff_cli.run(arguments, _print_json, _print_drawn),
+    "diff": diff_cli.run,
     "forecast": forecasting.run,
     "post-mortem": _post_mortem,
     "show": _show,
     "validate": _validate,
-    "watch": lambda arguments: watching.run(arguments, _print_drawn),
+    "watch": lambda arguments: watching.run(arguments, print_drawn),
 }

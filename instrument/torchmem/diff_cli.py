@@ -7,11 +7,11 @@ could be read and nothing grew too much, 1 when a device did, and 2 when the inp
 from __future__ import annotations
 
 import argparse
-import sys
-from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
+
+from torchmem.command_line import complain, print_drawn, print_json, whole
 
 GREW, UNUSABLE = 1, 2
 
@@ -41,13 +41,13 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("before", metavar="A", type=Path, help="the run to compare with")
     parser.add_argument("after", metavar="B", type=Path, help="the run that may have grown")
     parser.add_argument("--job", metavar="J", help="only this training job, where A or B is a directory")
-    parser.add_argument("--rank", metavar="N", type=_whole(0), help="only this rank")
+    parser.add_argument("--rank", metavar="N", type=whole(0), help="only this rank")
     parser.add_argument("--device", metavar="D", help="only this device, such as cuda:0")
     parser.add_argument(
         "--by", choices=("module", "reftype", "both"), default="both", help="what a row is (default: both)"
     )
     parser.add_argument(
-        "--top", metavar="N", type=_whole(1), default=15, help="rows shown, the rest summed (default: 15)"
+        "--top", metavar="N", type=whole(1), default=15, help="rows shown, the rest summed (default: 15)"
     )
     parser.add_argument(
         "--threshold",
@@ -65,11 +65,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--json", action="store_true", help="the same as JSON, unfolded")
 
 
-def run(
-    arguments: argparse.Namespace,
-    print_json: Callable[[Any], None],
-    print_drawn: Callable[[Callable[[Any], None]], None],
-) -> int:
+def run(arguments: argparse.Namespace) -> int:
     """Compares, prints, and returns the status."""
     from torchmem import diff, diff_show
     from torchmem.diff_input import UnusableError, read_run
@@ -80,14 +76,14 @@ def run(
     try:
         before, after = (read_run(path, book, *wanted) for path in (arguments.before, arguments.after))
     except UnusableError as error:
-        _complain(str(error))
+        complain(str(error))
         return UNUSABLE
     for one in (before, after):
         for line in one.remarks:
-            _complain(f"{one.path}: {line}")
+            complain(f"{one.path}: {line}")
     matched = diff.match(before.devices, after.devices)
     if not matched.pairs:
-        _complain(f"no device of {before.path} can be held against one of {after.path}")
+        complain(f"no device of {before.path} can be held against one of {after.path}")
         return UNUSABLE
     compared = diff_show.Comparison(before, after, book, matched, arguments.threshold)
     if arguments.json:
@@ -110,16 +106,3 @@ def _share(text: str) -> Fraction:
     if share < 0 or (number == text and share >= 1):
         raise argparse.ArgumentTypeError(f"{text!r} is no share: write it like 5% or 0.05")
     return share
-
-
-def _whole(least: int) -> Callable[[str], int]:
-    def parse(text: str) -> int:
-        if not text.isdecimal() or int(text) < least:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of {least} or more")
-        return int(text)
-
-    return parse
-
-
-def _complain(line: str) -> None:
-    sys.stderr.write(f"torchmem: {line}\n")

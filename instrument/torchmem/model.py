@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 import re
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ OUTSIDE_OWNER = 0
 _INDEX = re.compile(r"(?<![^.])\d+(?![^.])")
 
 
+@lru_cache(maxsize=1 << 13)
 def folded(module: str) -> str:
     """The name of all modules that differ only in their indices: ``layers.17.mlp`` is one of ``layers.*.mlp``."""
     return _INDEX.sub("*", module)

@@ -41,7 +41,7 @@ def as_data(deaths: list[Death], top: int) -> list[dict[str, Any]]:
             "num_ooms": _num_ooms(death.record),
             "out_of_memory": [_oom_data(death.record, event) for event in death.record.oom_events],
             "devices": [
-                show.device_data(device, show.holders(death.record, device, Book.PEAK, By.BOTH, top))
+                show.device_data(death.record, device, show.holders(death.record, device, Book.PEAK, By.BOTH, top))
                 for device in death.record.devices
             ],
         }
@@ -57,7 +57,7 @@ def draw(console: Console, deaths: list[Death], top: int, *, fold: bool) -> None
         record = death.record
         console.print(_heading(death))
         for device in record.devices:
-            console.print(show.device_heading(device))
+            console.print(show.device_heading(record, device))
             held = show.holders(record, device, Book.PEAK, By.BOTH, top, fold=fold)
             if held.total_bytes:
                 _print_table(console, "who held the memory at the highest peak of the last steps:", held)

@@ -39,7 +39,7 @@ from torch.utils.weak import TensorWeakRef
 
 from torchmem import counting, tracker_display
 from torchmem.labelers.module_stats import ModuleStats
-from torchmem.labelers.owners import ROOT_OWNER, storages, tensors_in
+from torchmem.labelers.owners import ROOT_OWNER, adopt, disown, storages, tensors_in
 from torchmem.labelers.states import StatesLabeler
 from torchmem.model import OUTSIDE_OWNER, RefType
 from torchmem.snapshots import Packed, Snapshot, pack, unpack
@@ -235,16 +235,14 @@ class MemTracker:
     def _adopt_inputs(self, running: counting.Counting) -> None:
         self._inputs = [reference for reference in self._inputs if reference() is not None]
         for reference in self._inputs:
-            if (tensor := reference()) is not None:
-                for storage in storages(tensor):
-                    running.native.adopt(storage._cdata, ROOT_OWNER, RefType.INPUT)  # noqa: SLF001  # the address of the StorageImpl
+            adopt(running.native, reference(), ROOT_OWNER, RefType.INPUT)
 
     def _adopt_external(self, running: counting.Counting) -> None:
         self._external = [reference for reference in self._external if reference() is not None]
         for tensor, owner, reftype in self._external_tensors(running):
             for storage in storages(tensor):
                 if running.native.lookup(storage.data_ptr()) is None:  # what labelers know has a better name
-                    running.native.adopt(storage._cdata, owner, reftype)  # noqa: SLF001  # as above
+                    running.native.adopt(storage._cdata, owner, reftype)  # noqa: SLF001  # the address of the StorageImpl
 
     def _external_tensors(self, running: counting.Counting) -> Iterator[tuple[torch.Tensor, int, RefType]]:
         for reference in self._external:
@@ -266,15 +264,9 @@ class MemTracker:
 
     def _disown(self, running: counting.Counting) -> None:
         for tensor, _, _ in self._external_tensors(running):
-            _disown(running, tensor)
+            disown(running.native, tensor)
         for reference in self._inputs:
-            _disown(running, reference())
-
-
-def _disown(running: counting.Counting, tensor: torch.Tensor | None) -> None:
-    if tensor is not None:
-        for storage in storages(tensor):
-            running.native.disown(storage._cdata)  # noqa: SLF001  # as above
+            disown(running.native, reference())
 
 
 def _leaves(value: Any) -> Iterator[Any]:

@@ -9,7 +9,6 @@ drifted, the share of drifts found, and how long after their onset. Exits with 1
 
 from __future__ import annotations
 
-import argparse
 import json
 import multiprocessing
 import statistics
@@ -21,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks import arguments
 from simple_rules import RULES, first_alarm
 from simulated_runs import BENIGN, DRIFTING, simulate
 from torchmem_exporter.drift.drift import Drift
@@ -119,10 +119,8 @@ def show(console, figures, num_runs):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = arguments(__doc__, short="ten runs of each kind: shows that it works")
     parser.add_argument("--runs", type=int, default=200, help="simulated runs of each kind (default: 200)")
-    parser.add_argument("--short", action="store_true", help="ten runs of each kind: shows that it works")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     flags = parser.parse_args()
     num_runs = 10 if flags.short else flags.runs
     figures = measure(num_runs)

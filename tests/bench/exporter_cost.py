@@ -8,8 +8,6 @@ exceeds a limit.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import statistics
 import sys
@@ -19,12 +17,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks import arguments, report
+from fleets import GZIP, MEGA, resident_mb
 from records import living, make_record
 from sidecars import running
 from torchmem.wire.record import decode, encode
 
 LIMITS = {"start_seconds": 1.0, "peak_rss_mb": 60.0}
-MEGA = 1e6
 
 
 def start_seconds(directory):
@@ -33,12 +32,6 @@ def start_seconds(directory):
     with running(directory) as sidecar:
         assert sidecar.ask().status == 200
         return time.perf_counter() - began
-
-
-def resident_mb(pid):
-    """Resident memory now and at its highest."""
-    fields = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
-    return tuple(int(fields[name].split()[0]) * 1024 / MEGA for name in ("VmRSS", "VmHWM"))
 
 
 def scrape_seconds(sidecar, stores, records, num_scrapes, headers):
@@ -70,7 +63,7 @@ def measure(num_ranks, num_modules, num_rounds, num_scrapes):
         starts = [start_seconds(directory) for _ in range(num_rounds)]
         with running(directory) as sidecar:
             plain, reply = scrape_seconds(sidecar, stores, records, num_scrapes, {})
-            packed, small = scrape_seconds(sidecar, stores, records, num_scrapes, {"Accept-Encoding": "gzip"})
+            packed, small = scrape_seconds(sidecar, stores, records, num_scrapes, GZIP)
             now, peak = resident_mb(sidecar.process.pid)
     encodings, decodings = zip(*(wire_seconds(records[0]) for _ in range(20)), strict=True)
     return {
@@ -92,25 +85,13 @@ def measure(num_ranks, num_modules, num_rounds, num_scrapes):
     }
 
 
-def row(name, value):
-    """A line of the table."""
-    limit = f"  (limit {LIMITS[name]:g})" if name in LIMITS else ""
-    return f"{name:22} {value:>12,.5f}{limit}\n" if isinstance(value, float) else f"{name:22} {value:>12,}\n"
-
-
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = arguments(__doc__, short="fewer rounds")
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--modules", type=int, default=300)
-    parser.add_argument("--short", action="store_true", help="fewer rounds")
-    parser.add_argument("--json", action="store_true")
     flags = parser.parse_args()
     figures = measure(flags.ranks, flags.modules, *((3, 5) if flags.short else (10, 20)))
-    if flags.json:
-        sys.stdout.write(json.dumps(figures, indent=2) + "\n")
-    else:
-        sys.stdout.writelines(row(name, value) for name, value in figures.items())
-    return int(not flags.short and any(figures[name] > limit for name, limit in LIMITS.items()))
+    return report(figures, flags, at_most=LIMITS)
 
 
 if __name__ == "__main__":

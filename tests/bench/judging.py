@@ -1,35 +1,35 @@
 """What judging drift costs: ``python tests/bench/judging.py [--seconds 60] [--short] [--json]``.
 
 64 ranks of one device and 300 modules, 10 steps a second each; every second each rank leaves a new record. What is
-measured is the CPU time of one second's work on all of them: unpacking the new steps of the rings, judging them, and
-finding the growers among 1,200 cells. Medians and maxima over seconds; while baselines are learned and afterwards.
-Exits with 1 when the limit is exceeded.
+measured is the CPU time of one second's work on all of them, as the sidecar does it: unpacking the new steps of the
+rings, judging them, and finding the growers among 1,200 cells. Medians and maxima over seconds; while baselines are
+learned and afterwards. Exits with 1 when the limit is exceeded.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import statistics
 import struct
 import sys
+import tempfile
 import time
 from pathlib import Path
-
-import msgspec
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from rich.console import Console
 from rich.table import Table
 
-from records import cells, module_names, total
+from benchmarks import arguments
+from records import STARTED_AT, cells, make_device, make_record, module_names, total
 from torchmem.model import REFTYPE_LABELS, RefType
 from torchmem.wire import record as wire
-from torchmem_exporter.drift.composition import Growers, composition
-from torchmem_exporter.drift.drift import Drift
-from torchmem_exporter.drift.ring_steps import steps_after
+from torchmem_exporter.drift.judge import SECTION, Judge
+from torchmem_exporter.reading.lifecycle import State
+from torchmem_exporter.reading.reader import Rank
+from torchmem_exporter.reading.state import StateFile
 
 NUM_RANKS, NUM_MODULES, STEPS_PER_SECOND, RING_STEPS = 64, 300, 10, 512
 REFTYPES = tuple(RefType)[1:5]
@@ -37,23 +37,24 @@ LEARNING_SECONDS = 55
 MAX_CPU_SECONDS = 0.050
 
 
-class Rank:
-    """One rank's records, and what is remembered of it."""
+MODULES = module_names(NUM_MODULES)
+
+
+class Job:
+    """One rank's job, and the records it leaves."""
 
     def __init__(self, number):
+        self.number = number
         self.random = random.Random(number)
         self.cells = cells(REFTYPES, NUM_MODULES, 1024, number)[1:]
         self.level = total(self.cells)
         self.rows = []
-        self.drift = Drift()
-        self.drift.begin("attempt", "configuration")
-        self.growers = None
 
     def run(self, second):
-        """One second's steps, with noise; the record's ring and its book."""
+        """One second's steps, with noise; the rank as the reader finds it then."""
         for step in range(second * STEPS_PER_SECOND, (second + 1) * STEPS_PER_SECOND):
             peak = round(self.level * self.random.gauss(1, 0.01))
-            self.rows.append((step, 1.7e9 + step / STEPS_PER_SECOND, peak, peak // 2))
+            self.rows.append((step, STARTED_AT + step / STEPS_PER_SECOND, peak, peak // 2))
         del self.rows[:-RING_STEPS]
         others = bytes(8 * (len(REFTYPE_LABELS) - 2))
         halves = [(struct.pack("<qq", p - p // 3, p // 3), struct.pack("<qq", e, 0)) for _, _, p, e in self.rows]
@@ -69,50 +70,43 @@ class Rank:
             devices=[device],
         )
         grown = [cell._replace(num_bytes=cell.num_bytes + self.random.randrange(1 << 16)) for cell in self.cells]
-        return ring, wire.pack_cells(grown)
-
-    def judge(self, ring, book, modules):
-        """What the sidecar does with a new record."""
-        for steps in steps_after(ring, self.drift.last_step, len(REFTYPE_LABELS)).values():
-            self.drift.feed(steps)
-        if self.drift.wants_composition:
-            self.drift.observe(composition(book, modules, REFTYPE_LABELS))
-        elif self.growers is None and self.drift.usual is not None:
-            self.growers = Growers(self.drift.usual)
-        if self.growers is not None:
-            self.growers.find(book, modules, REFTYPE_LABELS)
-        return self.drift.judge(80 << 30)
+        books = {"step_peak": wire.pack_cells(grown), "step_peak_bytes": total(grown)}
+        devices = [make_device(self.number, 1, name="cuda:0", **books)]
+        record = make_record(self.number, 1, modules=MODULES, devices=devices, ring=ring)
+        return Rank(f"rank-{self.number}.record", record, State.RUNNING, has_memory=True)
 
 
 def measure(num_seconds):
     """All figures, by name."""
-    ranks = [Rank(number) for number in range(NUM_RANKS)]
-    modules = module_names(NUM_MODULES)
+    jobs = [Job(number) for number in range(NUM_RANKS)]
     taken = []
-    for second in range(num_seconds):
-        left = [rank.run(second) for rank in ranks]
-        began = time.process_time()
-        judgements = [rank.judge(*one, modules) for rank, one in zip(ranks, left, strict=True)]
-        taken.append(time.process_time() - began)
+    with tempfile.TemporaryDirectory() as folder:
+        state = StateFile(Path(folder) / "state")
+        judge = Judge(state, clock=lambda: STARTED_AT)
+        for second in range(num_seconds):
+            ranks = [job.run(second) for job in jobs]
+            began = time.process_time()
+            verdicts = [judge.judge(rank)["cuda:0"] for rank in ranks]
+            taken.append(time.process_time() - began)
+        judge.save(is_due=True)
+        state_bytes = len(state.section(SECTION))
     learning, after = taken[:LEARNING_SECONDS], taken[LEARNING_SECONDS:]
     return {
         "num_ranks": NUM_RANKS,
         "num_modules": NUM_MODULES,
-        "num_known": sum(judgement.baseline_bytes is not None for judgement in judgements),
+        "num_known": sum(verdict.judgement.baseline_bytes is not None for verdict in verdicts),
         "learning_mean_seconds": statistics.fmean(learning),
         "learning_highest_seconds": max(learning),
         "mean_seconds": statistics.fmean(after),
         "median_seconds": statistics.median(after),
         "highest_seconds": max(after),
-        "state_bytes": len(msgspec.msgpack.encode(ranks[0].drift)),
+        "state_bytes": state_bytes // NUM_RANKS,
     }
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = arguments(__doc__, short="fifteen seconds")
     parser.add_argument("--seconds", type=int, default=60, help="seconds measured after learning (default: 60)")
-    parser.add_argument("--short", action="store_true", help="fifteen seconds")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     flags = parser.parse_args()
     figures = measure(LEARNING_SECONDS + (15 if flags.short else flags.seconds))
     if flags.json:

@@ -8,12 +8,13 @@ exceeds a limit.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import statistics
 import sys
 import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from opentelemetry.exporter.otlp.proto.common.metrics_encoder import encode_metrics
 from opentelemetry.metrics import Observation
@@ -23,6 +24,7 @@ from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 from opentelemetry.sdk.metrics.view import View
 from opentelemetry.sdk.resources import Resource
 
+from benchmarks import arguments, report
 from torchmem_exporter import catalog
 from torchmem_exporter.otlp.encoding import Encoder
 from torchmem_exporter.points import Block, Series
@@ -139,25 +141,12 @@ def measure(num_ranks, num_modules, num_rounds):
     }
 
 
-def row(name, value):
-    """A line of the table."""
-    limit = f"  (at least {LIMITS[name]:g})" if name in LIMITS else ""
-    return f"{name:22} {value:>12,.5f}{limit}\n" if isinstance(value, float) else f"{name:22} {value:>12,}\n"
-
-
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = arguments(__doc__, short="fewer rounds")
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--modules", type=int, default=200)
-    parser.add_argument("--short", action="store_true", help="fewer rounds")
-    parser.add_argument("--json", action="store_true")
     flags = parser.parse_args()
-    figures = measure(flags.ranks, flags.modules, 3 if flags.short else 15)
-    if flags.json:
-        sys.stdout.write(json.dumps(figures, indent=2) + "\n")
-    else:
-        sys.stdout.writelines(row(name, value) for name, value in figures.items())
-    return int(not flags.short and any(figures[name] < limit for name, limit in LIMITS.items()))
+    return report(measure(flags.ranks, flags.modules, 3 if flags.short else 15), flags, at_least=LIMITS)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ ratio's interval is that of its rounds. Exits with 1 when a full run exceeds a l
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import sys
@@ -22,6 +21,7 @@ from prometheus_client.exposition import generate_latest
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks import arguments
 from records import cells, living, make_device, make_record, module_names, total
 from reference_text import Reference
 from torchmem.model import RefType
@@ -107,10 +107,8 @@ def show(console, figures):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = arguments(__doc__, short="five rounds")
     parser.add_argument("--rounds", type=int, default=20, help="times everything is measured (default: 20)")
-    parser.add_argument("--short", action="store_true", help="five rounds")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     flags = parser.parse_args()
     figures = measure(5 if flags.short else flags.rounds)
     if flags.json:

@@ -11,10 +11,8 @@ Prints a table, or JSON with ``--json``; exits with 1 when a full run exceeds a 
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
-import json
 import multiprocessing
 import os
 import socket
@@ -26,6 +24,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks import arguments, report
+from fleets import cpu_seconds
 from records import living, make_record
 from sidecars import running, series
 from torchmem.wire.record import encode
@@ -129,12 +129,6 @@ def be_slow(port, number, seconds, results):
     results.put(sum(client.num_connections for client in clients))
 
 
-def cpu_seconds(pid):
-    """Processor time that a process has used."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
 def rewrite(stores, seconds):
     """What the ranks do meanwhile."""
     deadline = time.monotonic() + seconds
@@ -205,25 +199,12 @@ def measure(rate, num_slow, seconds):
     }
 
 
-def row(name, value):
-    """A line of the table."""
-    limit = f"  (limit {LIMITS[name]:g})" if name in LIMITS else ""
-    return f"{name:22} {value:>12,.2f}{limit}\n" if isinstance(value, float) else f"{name:22} {value:>12,}{limit}\n"
-
-
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = arguments(__doc__, short="less long")
     parser.add_argument("--rate", type=int, default=200, help="scrapes a second")
     parser.add_argument("--slow", type=int, default=50, help="slow clients")
-    parser.add_argument("--short", action="store_true", help="less long")
-    parser.add_argument("--json", action="store_true")
     flags = parser.parse_args()
-    figures = measure(flags.rate, flags.slow, 6 if flags.short else 30)
-    if flags.json:
-        sys.stdout.write(json.dumps(figures, indent=2) + "\n")
-    else:
-        sys.stdout.writelines(row(name, value) for name, value in figures.items())
-    return int(not flags.short and any(figures[name] > limit for name, limit in LIMITS.items()))
+    return report(measure(flags.rate, flags.slow, 6 if flags.short else 30), flags, at_most=LIMITS)
 
 
 if __name__ == "__main__":

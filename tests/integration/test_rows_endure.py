@@ -25,7 +25,6 @@ from torchmem.model import RefType
 from torchmem.validation.rows import ROWS, Machine
 from torchmem.validation.workloads import Place
 
-
 NUM_RANKS = 2
 NUM_STEPS = int(os.environ.get("TORCHMEM_TEST_STEPS", "60"))
 NUM_WARM_STEPS = NUM_STEPS // 5

@@ -4,15 +4,13 @@ Invariants: parts and ``other_bytes`` add up to the whole, exactly, and the rows
 the wholes; a composition that was cut holds the largest parts, so that each part it lacks held at most as much as its
 smallest.
 
-Known limits: of a part that a cut composition lacks, growth is told from the smallest part on, not from zero; two
-peaks at different instants of a step differ in parts that did not grow.
+Known limits: of a part that a cut composition lacks, growth is told from zero or as growth of what was cut; two peaks
+at different instants of a step differ in parts that did not grow.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from heapq import nsmallest
-from operator import sub
 from typing import NamedTuple
 
 import msgspec
@@ -98,42 +96,3 @@ def compare(before: Composition, after: Composition) -> list[Growth]:
     if any(rest):
         rows.append(Growth(OTHER, OTHER, *rest))
     return sorted(rows, key=lambda row: (-row.grown_bytes, row.module, row.reftype))
-
-
-class Growers:
-    """Finds in each new book of a device what grew over one baseline; fast while the cells stay the same.
-
-    Args:
-        baseline: what is usual.
-    """
-
-    def __init__(self, baseline: Composition) -> None:
-        self.baseline = baseline
-        self._held = {(part.module, part.reftype): part.num_bytes for part in baseline.parts}
-        self._unknown = baseline.parts[-1].num_bytes if baseline.parts and baseline.other_bytes else 0
-        self._keys: list[int] = []
-        self._before: list[int] = []
-        self._names: tuple[Sequence[str], Sequence[str]] = ((), ())
-
-    def find(self, book: bytes, modules: Sequence[str], reftypes: Sequence[str], top: int = 20) -> list[Growth]:
-        """The parts that hold more than in the baseline, the most grown first.
-
-        Args:
-            book: packed cells.
-            modules: names in the book's record; each once.
-            reftypes: likewise.
-            top: rows at most.
-        """
-        keys, amounts = cell_columns(book)
-        if keys != self._keys or self._names != (modules, reftypes):
-            self._keys, self._names = keys, (modules, reftypes)
-            self._before = [self._usual(modules[key & MODULE_MASK], reftypes[key >> REFTYPE_SHIFT]) for key in keys]
-        grown = list(map(sub, amounts, self._before))
-        largest = nsmallest(top, ((-num_bytes, i) for i, num_bytes in enumerate(grown) if num_bytes > 0))
-        return [
-            Growth(modules[keys[i] & MODULE_MASK], reftypes[keys[i] >> REFTYPE_SHIFT], self._before[i], amounts[i])
-            for _, i in largest
-        ]
-
-    def _usual(self, module: str, reftype: str) -> int:
-        return self._held.get((module, reftype), self._unknown)

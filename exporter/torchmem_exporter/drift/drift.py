@@ -67,7 +67,8 @@ _SELDOM_SHARE = 0.1
 """Only where fewer do, those after them are set apart too."""
 _PATIENCE_STEPS = 512
 """Ordinary steps after which a composition is taken as the usual one although its total is unusual."""
-_NEAR_HIGHEST = 1.05
+_NEAR = 1.05
+"""How far, as a ratio, the usual composition's total may lie beyond the usual step peaks."""
 
 
 @dataclass(frozen=True)
@@ -300,7 +301,7 @@ class Drift(msgspec.Struct, kw_only=True):
     def observe(self, now: Composition) -> None:
         """Takes the composition of the latest step peak as the usual one, if it is wanted and not unusual itself."""
         if self.level is not None and self.usual is None:
-            is_near = now.total_bytes <= _NEAR_HIGHEST * self.level.highest_bytes
+            is_near = self.level.num_bytes / _NEAR <= now.total_bytes <= _NEAR * self.level.highest_bytes
             if is_near or self.num_waited >= _PATIENCE_STEPS:
                 self.usual = now.cut()
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import NamedTuple
 
@@ -24,6 +24,7 @@ from torchmem.model import RefType, folded
 from torchmem.wire.record import Device, Record
 from torchmem_exporter.drift.composition import MAX_PARTS, OTHER, Composition, Growth, compare, composition
 from torchmem_exporter.drift.drift import Drift, Judgement, fingerprint_of
+from torchmem_exporter.drift.held import HeldRun, baseline_of
 from torchmem_exporter.drift.ring_steps import steps_after
 from torchmem_exporter.labels import clean_label
 from torchmem_exporter.reading.reader import Rank
@@ -83,11 +84,13 @@ class Judge:
 
     Args:
         state: where what was learned is kept.
+        held: baselines that are taken instead of learning them.
         clock: Unix seconds.
     """
 
-    def __init__(self, state: StateFile, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, state: StateFile, held: Sequence[HeldRun] = (), clock: Callable[[], float] = time.time) -> None:
         self._state = state
+        self._held = tuple(held)
         self._clock = clock
         self._drifts: Drifts = {}
         self._judged: dict[tuple[str, str], _Judged] = {}
@@ -106,7 +109,7 @@ class Judge:
         if known is None or known.record is not rank.record:
             drifts = self._drifts.setdefault(key[0], {}).setdefault(key[1], {})
             before = known.verdicts if known else {}
-            known = self._judged[key] = _Judged(rank.record, _verdicts(rank.record, drifts, before))
+            known = self._judged[key] = _Judged(rank.record, _verdicts(rank.record, drifts, before, self._held))
             self._is_saved = False
         return known.verdicts
 
@@ -164,16 +167,38 @@ def _key(rank: Rank) -> tuple[str, str]:
     return clean_label(identity.train_job), str(identity.rank)
 
 
-def _verdicts(record: Record, drifts: dict[str, Drift], before: Mapping[str, Verdict]) -> Mapping[str, Verdict]:
+def learn(record: Record, drifts: dict[str, Drift], held: Sequence[HeldRun] = ()) -> dict[str, Drift]:
+    """Takes a record's new steps into what is remembered of its rank; returns what is known of the record's devices.
+
+    Args:
+        record: of the rank.
+        drifts: what is remembered, by device's name; devices that are new are added.
+        held: baselines that are taken instead of learning them.
+    """
     attempt, fingerprint = record.identity.attempt, fingerprint_of(record.identity)
     for device in record.devices:
-        drifts.setdefault(device.name, Drift()).begin(attempt, fingerprint)
+        drift = drifts.setdefault(device.name, Drift())
+        drift.begin(attempt, fingerprint)
+        kept = baseline_of(held, record.identity, device.name)
+        if kept is not None and kept.level != drift.level:
+            drift.adopt(kept.level, kept.usual)
     present = {device.name: drifts[device.name] for device in record.devices}
     last_step = min((drift.last_step for drift in present.values()), default=-1)
     sizes = memoryview(record.ring.input_sizes).cast("q").tolist() if record.ring.input_sizes else ()
     for name, steps in steps_after(record.ring, last_step, len(record.reftypes), sizes).items():
         if name in present:
             present[name].feed(steps)
+    for device in record.devices:
+        drift = present[device.name]
+        if drift.wants_composition and drift.is_ordinary(device.step_peak_bytes):
+            drift.observe(_composition(record, device))
+    return present
+
+
+def _verdicts(
+    record: Record, drifts: dict[str, Drift], before: Mapping[str, Verdict], held: Sequence[HeldRun]
+) -> Mapping[str, Verdict]:
+    present = learn(record, drifts, held)
     return {
         device.name: Verdict(
             present[device.name].judge(_limit_bytes(device)),
@@ -192,20 +217,20 @@ def _growers(record: Record, device: Device, drift: Drift, before: Verdict | Non
     """Who grew; as before, while the device's peak is that of a checkpoint or an evaluation."""
     if drift.level is None or not drift.is_ordinary(device.step_peak_bytes):
         return before.growers if before and drift.level is not None else ()
-    now = _composition(record, device)
-    drift.observe(now)
     if drift.usual is None:
         return ()
-    if any("*" in part.module for part in drift.usual.parts):  # too many parts to keep each
-        now = composition(device.step_peak, [folded(name) for name in record.modules], record.reftypes)
+    is_folded = any("*" in part.module for part in drift.usual.parts)  # too many parts to keep each
+    now = _composition(record, device, is_folded=is_folded)
     return grown(drift.usual, now, LEAST_SHARE * drift.level.num_bytes)
 
 
-def _composition(record: Record, device: Device) -> Composition:
-    found = composition(device.step_peak, record.modules, record.reftypes)
-    if len(found.parts) > MAX_PARTS:
-        found = composition(device.step_peak, [folded(name) for name in record.modules], record.reftypes)
-    return found
+def _composition(record: Record, device: Device, *, is_folded: bool = False) -> Composition:
+    """What the device held at its latest step peak; modules that differ only in their indices as one if need be."""
+    if not is_folded:
+        found = composition(device.step_peak, record.modules, record.reftypes)
+        if len(found.parts) <= MAX_PARTS:
+            return found
+    return composition(device.step_peak, [folded(name) for name in record.modules], record.reftypes)
 
 
 def grown(before: Composition, after: Composition, least_bytes: float) -> tuple[Grower, ...]:

@@ -37,7 +37,7 @@ def steps_after(ring: Ring, last_step: int, num_reftypes: int, sizes: Sequence[f
     """
     numbers = memoryview(ring.steps).cast("q").tolist()
     start = bisect_right(numbers, last_step)
-    if start == len(numbers):
+    if start == len(numbers) or not num_reftypes:  # a row of nothing says nothing
         return {device.name: [] for device in ring.devices}
     ended = memoryview(ring.ended_at).cast("d")[start:].tolist()
     phases = memoryview(ring.phases).cast("q")[start:].tolist()

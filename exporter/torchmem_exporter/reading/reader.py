@@ -160,6 +160,10 @@ class Reader:
         """What outlives the sidecar."""
         return self._state
 
+    def save(self) -> None:
+        """Keeps what attempts have counted, where that has changed; no scan waits for the disk."""
+        self._tallies.save(guard=self._guard)
+
     def scan(self, consumer: str | None) -> Snapshot:
         """Reads what has changed and judges every rank.
 
@@ -183,7 +187,6 @@ class Reader:
                 self._num_errors.update(rejection.reason for rejection in scan.rejections)
                 for rank in ranks:
                     scan.life_of(rank).was_shown(rank.state, consumer)
-                self._tallies.save()
             return Snapshot(
                 watch.now,
                 ranks,
@@ -294,16 +297,19 @@ class _Scan:
             return
         # Asked again: who has just started may have locked and written since.
         held = was_held or (not entry.record.clock.final and is_held(dir_fd, lock_name(rank)))
-        verdict = entry.life.judge(
-            entry.record.clock,
-            is_held=held,
+        verdict = self._judged(entry, entry.life, entry.record, is_held=held)
+        if entry.life.has_been_dead_for(BURY_AFTER_SECONDS, self._watch.now) and not held:
+            path = self._bury(dir_fd, folder, name, entry) or path
+        self._show(path, entry, verdict)
+
+    def _judged(self, entry: _Entry, life: Life, record: Record, *, is_held: bool) -> Verdict | None:
+        return life.judge(
+            record.clock,
+            is_held=is_held,
             is_readable=entry.error is None,
             now=self._watch.now,
             stale_after=self._watch.stale_after,
         )
-        if entry.life.has_been_dead_for(BURY_AFTER_SECONDS, self._watch.now) and not held:
-            path = self._bury(dir_fd, folder, name, entry) or path
-        self._show(path, entry, verdict)
 
     def _bury(self, dir_fd: int, folder: str, name: str, entry: _Entry) -> str:
         """Moves the record of a crashed rank; returns where it lies then, or nothing."""
@@ -354,13 +360,7 @@ class _Scan:
         if entry.record.clock.final or (successor is not None and successor.start_time >= entry.start_time):
             entry.record = entry.shown = None
             return
-        verdict = entry.life.judge(
-            entry.record.clock,
-            is_held=False,
-            is_readable=entry.error is None,
-            now=self._watch.now,
-            stale_after=self._watch.stale_after,
-        )
+        verdict = self._judged(entry, entry.life, entry.record, is_held=False)
         self._graves.add(path)
         self._show(path, entry, verdict)
 

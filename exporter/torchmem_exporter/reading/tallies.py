@@ -12,9 +12,11 @@ Known limits: an attempt whose record no scan has seen is missing; of the ranks 
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Annotated, NamedTuple
 
 import msgspec
@@ -110,11 +112,18 @@ class Tallies:
             self._is_dirty = True
             self._sum(tally)
 
-    def save(self) -> None:
-        """Keeps what has changed since the last time."""
-        if self._is_dirty:
+    def save(self, *, guard: AbstractContextManager[object] | None = None) -> None:
+        """Keeps what has changed since the last time.
+
+        Args:
+            guard: entered to see what there is to keep, not to write it, for which nobody need wait.
+        """
+        with guard or contextlib.nullcontext():
+            if not self._is_dirty:
+                return
+            section = msgspec.msgpack.encode(list(self._tallies.values()))
             self._is_dirty = False
-            self._state.save(SECTION, msgspec.msgpack.encode(list(self._tallies.values())))
+        self._state.save(SECTION, section)
 
     def _sum(self, tally: _Tally) -> None:
         ooms, retries = Counter(tally.earlier_ooms), Counter(tally.earlier_retries)

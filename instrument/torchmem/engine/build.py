@@ -2,7 +2,7 @@
 
 A binary is named by what it was made from, so that a changed source or another torch makes another one; it is made
 under a file lock, so that the ranks of a host make it once, in a private folder, and renamed into place, so that an
-interrupted build leaves nothing half-made; the folder is the user's own or is refused.
+interrupted build leaves nothing half-made; the folder is the user's own, or root's as in an image, or is refused.
 
 Invariants: ``cached`` returns a path only when the binary is complete. Every failure is a ``BuildError`` of one line
 that names the reason and the fix.
@@ -56,6 +56,11 @@ def cached(name: str, sources: Iterable[Path], torch: Any, make: Callable[[str, 
     binary = folder / f"{name}-{_key(sources, torch)}.so"
     if binary.exists():
         return binary
+    if not os.access(folder, os.W_OK | os.X_OK, effective_ids=True):
+        raise BuildError(
+            f"{folder} lacks {binary.name} and cannot be written: run `torchmem build` as its owner, with this torch,"
+            " or set TORCHMEM_CACHE_DIR to a folder you can write"
+        )
     with _locked(folder / "build.lock"):
         if not binary.exists():  # another rank may have made it meanwhile
             _clean(folder)
@@ -131,11 +136,11 @@ def _can_make(folder: Path) -> bool:
 def _own_folder(folder: Path) -> Path:
     """Makes the folder; refuses one where another user could place a binary."""
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder.mkdir(mode=0o755, parents=True, exist_ok=True)
         status = folder.stat()
     except OSError as error:
         raise BuildError(f"{folder}: {error.strerror}: set TORCHMEM_CACHE_DIR to a folder you can write") from None
-    if status.st_uid != os.geteuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+    if status.st_uid not in {0, os.geteuid()} or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise BuildError(f"{folder} can be written by others: chmod go-w it, or set TORCHMEM_CACHE_DIR")
     return folder
 

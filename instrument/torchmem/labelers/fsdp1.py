@@ -29,7 +29,7 @@ import torch
 from torch import nn
 
 from torchmem.labelers.hooks import HookSet
-from torchmem.labelers.owners import OwnerTable, storages
+from torchmem.labelers.owners import OwnerTable, adopt, disown
 from torchmem.model import RefType
 
 _UNSHARD_METHODS = ("pre_unshard", "unshard")
@@ -83,7 +83,7 @@ class Fsdp1Labeler:
             raise AttributeError(f"FSDP1 of torch {torch.__version__} has no {', '.join(missing)}")
         for handle in self._handles:
             for tensor, reftype in _lasting_tensors(handle):
-                self._adopt(tensor, self._owner_of(handle), reftype)
+                adopt(self._native, tensor, self._owner_of(handle), reftype)
         for name in _UNSHARD_METHODS:
             self.hooks.patch(FlatParamHandle, name, self._unsharding)
         self.hooks.patch(_runtime_utils, "_post_backward_hook", self._post_backward)
@@ -95,15 +95,10 @@ class Fsdp1Labeler:
             vars(handle).pop("_torchmem", None)
         for handle in self._handles:
             for tensor, _ in _lasting_tensors(handle):
-                for storage in storages(tensor):
-                    self._native.disown(storage._cdata)  # noqa: SLF001  # the address of the StorageImpl
+                disown(self._native, tensor)
 
     def _owner_of(self, handle: Any) -> int:
         return self._owners.of_module(handle._fully_sharded_module)  # noqa: SLF001  # there is no public way
-
-    def _adopt(self, tensor: torch.Tensor, owner: int, reftype: RefType) -> None:
-        for storage in storages(tensor):
-            self._native.adopt(storage._cdata, owner, reftype)  # noqa: SLF001  # as above
 
     def _unsharding(self, original: Any) -> Any:
         call = self._native.make_label_call(
@@ -132,7 +127,7 @@ class Fsdp1Labeler:
         owner = self._owner_of(handle)
         # A shard that could be resized before the tap came must not bypass it later.
         for tensor in tensors:
-            self._adopt(tensor, owner, RefType.UNSHARDED_PARAMETER)
+            adopt(self._native, tensor, owner, RefType.UNSHARDED_PARAMETER)
         group = self._native.make_group([(t._cdata, owner) for t in tensors])  # noqa: SLF001  # the address of the TensorImpl
         handle._torchmem.parameters = group  # noqa: SLF001  # as above
         group.relabel(RefType.UNSHARDED_PARAMETER)

@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from torchmem.labelers.hooks import HookSet
-from torchmem.labelers.owners import OwnerTable, plain_tensors, storages
+from torchmem.labelers.owners import OwnerTable, adopt, disown, plain_tensors
 from torchmem.model import RefType
 
 _LABELS = {
@@ -108,11 +108,10 @@ class Fsdp2Labeler:
             vars(group).pop("_torchmem", None)
         for group in self._groups:
             for tensor, _ in _unsharded_storage(group, self._owners):
-                self._native.disown(tensor.untyped_storage()._cdata)  # noqa: SLF001  # the address of the StorageImpl
+                disown(self._native, tensor)
             for parameter in group.fsdp_params:
                 for tensor in (parameter.sharded_param, parameter.sharded_param.grad):
-                    for storage in () if tensor is None else storages(tensor):
-                        self._native.disown(storage._cdata)  # noqa: SLF001  # as above
+                    disown(self._native, tensor)
 
     def _after_reset(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Converting or loading a model gives its parameters other storages."""
@@ -129,18 +128,12 @@ class Fsdp2Labeler:
     def _adopt_sharded(self, parameter: Any) -> None:
         self._claimed.add(id(parameter.sharded_param))
         owner = _owner_of(parameter, self._owners)
-        gradient = parameter.sharded_param.grad
-        for tensor, reftype in (
-            (parameter.sharded_param, RefType.SHARDED_PARAMETER),
-            (gradient, RefType.SHARDED_GRADIENT),
-        ):
-            for storage in () if tensor is None else storages(tensor):
-                self._native.adopt(storage._cdata, owner, reftype)  # noqa: SLF001  # as above
+        adopt(self._native, parameter.sharded_param, owner, RefType.SHARDED_PARAMETER)
+        adopt(self._native, parameter.sharded_param.grad, owner, RefType.SHARDED_GRADIENT)
 
     def _adopt_unsharded(self, group: Any) -> None:
         for tensor, owner in _unsharded_storage(group, self._owners):
-            storage = tensor.untyped_storage()
-            self._native.adopt(storage._cdata, owner, RefType.UNSHARDED_PARAMETER)  # noqa: SLF001  # as above
+            adopt(self._native, tensor, owner, RefType.UNSHARDED_PARAMETER)
 
     def _labelled(self, name: str, original: Any) -> Any:
         call = self._label_call(name, original)

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from torchmem.labelers.frames import ModuleFrames
 from torchmem.labelers.hooks import HookSet
-from torchmem.labelers.owners import ROOT_OWNER, OwnerTable, plain_tensors, storages, tensors_in
+from torchmem.labelers.owners import ROOT_OWNER, OwnerTable, adopt, disown, plain_tensors, tensors_in
 from torchmem.model import RefType
 
 
@@ -83,9 +83,8 @@ class ModuleLabeler:
         """Books the parameters, gradients and buffers that the modules hold; returns them."""
         held = list(self._find_held())
         for one in held:
-            self._adopt(one.tensor, one.owner, one.reftype)
-            if (gradient := _gradient_of(one.tensor)) is not None:
-                self._adopt(gradient, one.owner, RefType.GRADIENT)
+            adopt(self._native, one.tensor, one.owner, one.reftype)
+            adopt(self._native, _gradient_of(one.tensor), one.owner, RefType.GRADIENT)
         return held
 
     def detach(self) -> None:
@@ -94,9 +93,7 @@ class ModuleLabeler:
         self._held = None
         for one in self._find_held():
             for tensor in (one.tensor, _gradient_of(one.tensor)):
-                if tensor is not None:
-                    for storage in storages(tensor):
-                        self._native.disown(storage._cdata)  # noqa: SLF001  # the address of the StorageImpl
+                disown(self._native, tensor)
 
     def label_held(self) -> None:
         """Names the parameters, gradients and buffers that the modules hold now."""
@@ -127,10 +124,6 @@ class ModuleLabeler:
                     seen.add(id(tensor))
                     yield _Held(module, table, name, tensor, owner, reftype)
 
-    def _adopt(self, tensor: torch.Tensor, owner: int, reftype: RefType) -> None:
-        for storage in storages(tensor):
-            self._native.adopt(storage._cdata, owner, reftype)  # noqa: SLF001  # as above
-
     def _relabel(self, tensor: torch.Tensor, owner: int, reftype: RefType) -> None:
         for plain in plain_tensors(tensor):
             self._native.relabel(plain._cdata, owner, reftype)  # noqa: SLF001  # the address of the TensorImpl
@@ -141,7 +134,7 @@ class ModuleLabeler:
         inputs = [tensor for tensor in tensors_in((args, kwargs)) if not isinstance(tensor, nn.Parameter)]
         self._before_forward(sum(tensor.numel() for tensor in inputs))
         for tensor in inputs:
-            self._adopt(tensor, ROOT_OWNER, RefType.INPUT)
+            adopt(self._native, tensor, ROOT_OWNER, RefType.INPUT)
 
 
 def _gradient_of(tensor: torch.Tensor) -> torch.Tensor | None:

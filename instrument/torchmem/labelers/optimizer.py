@@ -21,7 +21,7 @@ import torch
 from torch.optim import Optimizer
 
 from torchmem.labelers.hooks import HookSet
-from torchmem.labelers.owners import OwnerTable, storages, tensors_in
+from torchmem.labelers.owners import OwnerTable, disown, storages, tensors_in
 from torchmem.labelers.step_hooks import StepHooks
 from torchmem.model import OUTSIDE_OWNER, RefType
 
@@ -77,8 +77,7 @@ class OptimizerLabeler:
         self.hooks.close()
         for optimizer in self._seen:
             for tensor in tensors_in(list(optimizer.state.values())):
-                for storage in storages(tensor):
-                    self._native.disown(storage._cdata)  # noqa: SLF001  # the address of the StorageImpl
+                disown(self._native, tensor)
 
     def label_now(self) -> None:
         """Names the parameters, gradients and optimizer state that exist now; a failure disables the labeler."""
@@ -150,7 +149,7 @@ class OptimizerLabeler:
                 for storage in storages(tensor):
                     if owner == OUTSIDE_OWNER and self._is_named(storage):
                         continue  # of a parameter that the model has let go since
-                    self._native.adopt(storage._cdata, owner, RefType.OPTIMIZER_STATE)  # noqa: SLF001  # as above
+                    self._native.adopt(storage._cdata, owner, RefType.OPTIMIZER_STATE)  # noqa: SLF001  # the address of the StorageImpl
 
     def _is_named(self, storage: Any) -> bool:
         """Whether it is booked as the state of a module's parameter."""

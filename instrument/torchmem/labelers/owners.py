@@ -167,6 +167,25 @@ def storages(tensor: torch.Tensor) -> Iterator[Any]:
         yield storage
 
 
+def adopt(native: Any, tensor: torch.Tensor | None, owner: int, reftype: int) -> None:
+    """Books the memory behind a tensor, also such as is older than the books; None has none.
+
+    Args:
+        native: the loaded engine.
+        tensor: of any kind.
+        owner: whose it is.
+        reftype: what it is for.
+    """
+    for storage in () if tensor is None else storages(tensor):
+        native.adopt(storage._cdata, owner, reftype)  # noqa: SLF001  # the address of the StorageImpl
+
+
+def disown(native: Any, tensor: torch.Tensor | None) -> None:
+    """Gives the memory behind a tensor its own deleter back; None has none."""
+    for storage in () if tensor is None else storages(tensor):
+        native.disown(storage._cdata)  # noqa: SLF001  # as above
+
+
 def tensors_in(value: Any, depth: int = 16) -> Iterator[torch.Tensor]:
     """The tensors in lists, tuples and dicts, nested at most ``depth`` times."""
     if isinstance(value, torch.Tensor):

@@ -46,7 +46,7 @@ PyObject* guarded(Function function) {
   }
 }
 
-// ---- hook: enters or leaves a module; called by torch as a forward (pre-)hook
+// ---- hook: enters or leaves a module; called around a module's call
 
 struct Hook {
   PyObject_HEAD
@@ -61,25 +61,6 @@ PyObject* hook_call(PyObject* self, PyObject* const*, size_t, PyObject*) {
   hook->enters ? enter_module(hook->owner, hook->epoch) : leave_module(hook->owner, hook->epoch);
   Py_RETURN_NONE;
 }
-
-// A copied model's hooks go on booking for the same module.
-PyObject* hook_deepcopy(PyObject* self, PyObject*) { return Py_NewRef(self); }
-
-// A pickled model must load where torchmem is not installed: there the hook is functools.partial(sys.audit, ...),
-// which accepts any arguments and does nothing.
-PyObject* hook_reduce(PyObject*, PyObject*) {
-  PyObject* functools = PyImport_ImportModule("functools");
-  PyObject* partial = functools ? PyObject_GetAttrString(functools, "partial") : nullptr;
-  PyObject* audit = PySys_GetObject("audit");
-  PyObject* reduced = partial && audit ? Py_BuildValue("O(Os)", partial, audit, "torchmem.unpickled_hook") : nullptr;
-  Py_XDECREF(functools);
-  Py_XDECREF(partial);
-  return reduced;
-}
-
-PyMethodDef hook_methods[] = {{"__deepcopy__", hook_deepcopy, METH_O, nullptr},
-                              {"__reduce__", hook_reduce, METH_NOARGS, nullptr},
-                              {nullptr, nullptr, 0, nullptr}};
 
 PyTypeObject hook_type = {PyVarObject_HEAD_INIT(nullptr, 0)};
 
@@ -311,7 +292,6 @@ bool ready_types() {
   hook_type.tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL;
   hook_type.tp_vectorcall_offset = offsetof(Hook, call);
   hook_type.tp_call = PyVectorcall_Call;
-  hook_type.tp_methods = hook_methods;
   group_type.tp_name = "torchmem_native.TensorGroup";
   group_type.tp_basicsize = sizeof(TensorGroup);
   group_type.tp_flags = Py_TPFLAGS_DEFAULT;

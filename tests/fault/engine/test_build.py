@@ -81,8 +81,8 @@ print(record.identity.engine, record.clock.step, record.devices, engine.up)
         [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=60, check=True
     )
     first, second = done.stdout.splitlines()
-    assert first.startswith("1 torchmem counts nothing: no C++ compiler found")
-    assert second == "off 1 [] False"
+    assert first.startswith("1 torchmem counts only one step in 200: no C++ compiler found: install g++")
+    assert second == "dispatch 1 [] False"
 
 
 def test_a_failing_compiler_names_its_reason(cache, tmp_path, monkeypatch):
@@ -150,6 +150,25 @@ def test_a_folder_of_others_is_refused(cache):
     cache.mkdir()
     cache.chmod(0o777 | stat.S_ISVTX)
     with pytest.raises(BuildError, match="can be written by others"):
+        native.build()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a folder of root's")
+def test_a_folder_of_root_serves_everybody(cache, tmp_path, monkeypatch):
+    """An engine that was compiled into an image would be refused by the user that trains in it."""
+    monkeypatch.setenv("CXX", str(fake_compiler(tmp_path)[0]))
+    built = native.build()
+    monkeypatch.setattr(os, "geteuid", lambda: 65534)
+    assert native.build() == built
+
+
+def test_a_folder_without_this_engine_that_cannot_be_written(cache, tmp_path, monkeypatch):
+    """In an image that has another torch by now nobody would learn what to do."""
+    monkeypatch.setenv("CXX", str(fake_compiler(tmp_path)[0]))
+    built = native.build()
+    built.unlink()
+    monkeypatch.setattr(os, "access", lambda *_, **__: False)
+    with pytest.raises(BuildError, match=f"lacks {built.name} and cannot be written: run `torchmem build`"):
         native.build()
 
 

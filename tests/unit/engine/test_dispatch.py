@@ -16,7 +16,6 @@ from torch.utils.checkpoint import checkpoint
 from torchmem.counting import Counting
 from torchmem.engine.addresses import storage_address, tensor_at
 from torchmem.engine.dispatch import DispatchEngine
-from torchmem.forecasting.counted import DispatchCounting
 from torchmem.labelers.owners import ROOT_OWNER
 from torchmem.ledger import by_reftype
 from torchmem.model import REFTYPE_LABELS, RefType
@@ -251,7 +250,7 @@ def test_labels_are_those_of_the_native_engine(step, foreach):
     model = small_model()
     optimizer = torch.optim.AdamW(model.parameters(), foreach=foreach)
     dispatched.start()
-    counting = DispatchCounting(dispatched, model, optimizer, depth=3)
+    counting = Counting(model, optimizer, depth=3, engine=dispatched)
     counting.attach()
     try:
         by_dispatch = [compositions(counting, lambda: step(model, optimizer)) for _ in range(2)]
@@ -315,7 +314,7 @@ def test_fake_and_real_tensors_make_the_same_books():
             engine.start()
             model = small_model()
             optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
-            counting = DispatchCounting(engine, model, optimizer, depth=3)
+            counting = Counting(model, optimizer, depth=3, engine=engine)
             counting.attach()
             engine.end_step()
             step_plain(model, optimizer)
@@ -340,7 +339,7 @@ def test_what_exists_already_is_adopted():
     model = nn.Linear(10, 10)
     engine = DispatchEngine()
     engine.start()
-    counting = DispatchCounting(engine, model, None, depth=2)
+    counting = Counting(model, None, depth=2, engine=engine)
     counting.attach()
     engine.stop()
     assert dict(engine.all_books()[0].cells) == {(ROOT_OWNER, RefType.PARAMETER): 440}

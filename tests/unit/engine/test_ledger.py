@@ -6,34 +6,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from ledger_events import PARENTS, events
 from torchmem.engine import native
 from torchmem.ledger import FrameKind, Ledger
 from torchmem.model import RefType
 
-PARENTS = [0, 0, 1, 2, 2, 1]
-OWNERS = st.integers(0, len(PARENTS) - 1)
-REFTYPES = st.sampled_from([int(r) for r in RefType])
-STACKS = st.integers(0, 1)
-ADDRESSES = st.integers(1, 24).map(lambda i: i * 64)
-DEVICES = st.sampled_from([0, 3])
-TASKS = st.integers(1, 2)
-
-EVENTS = st.one_of(
-    st.tuples(st.just("allocate"), STACKS, ADDRESSES, st.integers(1, 1000), DEVICES, OWNERS, REFTYPES),
-    st.tuples(
-        st.just("allocate"), STACKS, ADDRESSES, st.integers(1, 1000), DEVICES, OWNERS, st.just(int(RefType.ACTIVATION))
-    ),
-    st.tuples(st.just("release"), STACKS, ADDRESSES),
-    st.tuples(st.just("release"), STACKS, ADDRESSES),
-    st.tuples(st.just("relabel"), ADDRESSES, OWNERS, REFTYPES),
-    st.tuples(st.just("push"), STACKS, OWNERS, st.just(int(FrameKind.FORWARD)), st.just(0), st.just(-1)),
-    st.tuples(st.just("push"), STACKS, OWNERS, st.just(int(FrameKind.LABEL)), REFTYPES, st.just(-1)),
-    st.tuples(st.just("pop"), STACKS),
-    st.tuples(st.just("enter_backward"), STACKS, OWNERS, TASKS),
-    st.tuples(st.just("settle"), STACKS, TASKS),
-    st.tuples(st.just("end_step")),
-    st.tuples(st.just("rotate_windows")),
-)
+EVENTS = events(st.integers(1, 24).map(lambda i: i * 64))
 
 
 def state_of(ledger: Ledger) -> dict:

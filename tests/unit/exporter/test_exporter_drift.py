@@ -251,15 +251,16 @@ def test_clock_that_is_set_back_changes_nothing():
 
 
 def test_usual_composition_is_that_of_an_ordinary_peak():
-    """What grew would be told against a checkpoint's peak."""
+    """What grew would be told against the peak of a checkpoint, or of an evaluation."""
     drift = started()
     usual = Composition(parts=[Part("layers.0", "activation", 10 * GIB)])
     drift.observe(usual)
     assert drift.usual is None
     drift.feed(flat(0, 600))
     assert drift.wants_composition
-    drift.observe(Composition(parts=[Part("(root)", "checkpoint", 20 * GIB)]))
-    assert drift.wants_composition
+    for unusual in (Part("(root)", "checkpoint", 20 * GIB), Part("layers.0", "activation", 5 * GIB)):
+        drift.observe(Composition(parts=[unusual]))
+        assert drift.wants_composition
     drift.observe(usual)
     assert drift.usual == usual
     assert (drift.is_ordinary(10 * GIB), drift.is_ordinary(20 * GIB)) == (True, False)

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from records import cells, make_record, module_names
-from torchmem.model import REFTYPE_LABELS, RefType
+from records import make_record
+from torchmem.model import REFTYPE_LABELS
 from torchmem.wire import record as wire
 from torchmem_exporter.drift import baseline, robust, sizes
-from torchmem_exporter.drift.composition import OTHER, Composition, Growers, Growth, Part, compare, composition
+from torchmem_exporter.drift.composition import OTHER, Composition, Growth, Part, compare, composition
 from torchmem_exporter.drift.floor import steady_growth
 from torchmem_exporter.drift.learning import Level
 from torchmem_exporter.drift.ring_steps import Step, steps_after
@@ -149,34 +149,6 @@ def test_comparison_is_exact(before, after, max_before, max_after):
     assert sum(row.after_bytes for row in rows) == sum(after.values())
     assert [row.grown_bytes for row in rows] == sorted((row.grown_bytes for row in rows), reverse=True)
     assert len({(row.module, row.reftype) for row in rows}) == len(rows)
-
-
-def test_growers_are_found_whatever_comes_later():
-    """A module that appears later, or cells in another order, would get another's bytes."""
-    names = module_names(8)
-    rows = cells([RefType.ACTIVATION, RefType.PARAMETER], 7, 64, 0)
-    growers = Growers(composition(wire.pack_cells(rows), names, REFTYPE_LABELS))
-    assert growers.find(wire.pack_cells(rows), names, REFTYPE_LABELS) == []
-    grown = [row._replace(num_bytes=row.num_bytes + 10 * (row.module == 3)) for row in reversed(rows)]
-    new = wire.Cell(8, int(RefType.ACTIVATION), 5)
-    found = growers.find(wire.pack_cells([new, *grown]), names, REFTYPE_LABELS)
-    assert {(row.module, row.reftype, row.grown_bytes) for row in found} == {
-        (names[3], "activation", 10),
-        (names[3], "parameter", 10),
-        (names[8], "activation", 5),
-    }
-    assert [row.grown_bytes for row in found] == [10, 10, 5]
-    assert len(growers.find(wire.pack_cells([new, *grown]), names, REFTYPE_LABELS, top=1)) == 1
-
-
-def test_growers_know_names_and_not_numbers():
-    """After a restart, which numbers modules anew, growth would be told of the wrong ones."""
-    book = wire.pack_cells([wire.Cell(0, 0, 100), wire.Cell(1, 0, 10)])
-    growers = Growers(composition(book, ["a", "b"], ["other"]))
-    swapped = wire.pack_cells([wire.Cell(0, 0, 10), wire.Cell(1, 0, 100)])
-    assert growers.find(book, ["a", "b"], ["other"]) == []
-    assert growers.find(swapped, ["b", "a"], ["other"]) == []
-    assert growers.find(book, ["b", "a"], ["other"]) == [Growth("b", "other", 10, 100)]
 
 
 # -- baselines kept

@@ -10,12 +10,16 @@ import msgspec
 import pytest
 
 from records import living, make_device, make_record
+from torchmem.baseline_cli import collect
+from torchmem.errors import ConfigError
 from torchmem.model import REFTYPE_LABELS, Phase, RefType
 from torchmem.wire import record as wire
 from torchmem_exporter import catalog
 from torchmem_exporter.budget import Budget
 from torchmem_exporter.drift import judge as judge_module
+from torchmem_exporter.drift.baseline import encode
 from torchmem_exporter.drift.composition import Composition, Part
+from torchmem_exporter.drift.held import HeldRun, held_run
 from torchmem_exporter.drift.judge import SAVE_SECONDS, Grower, Judge, grown, learned
 from torchmem_exporter.exposition import Exposition
 from torchmem_exporter.reading import state as state_module
@@ -286,3 +290,69 @@ def test_a_leak_is_served(tmp_path):
     assert found[catalog.MODULE_EXCESS][(*key, "layers.1.mlp", "activation")] > 60 * MIB
     assert found[catalog.GROWTH][key] == pytest.approx(MIB / 8, rel=0.2)
     assert key in found[catalog.EXHAUSTION]
+
+
+@pytest.fixture
+def kept(tmp_path):
+    """What was usual of a healthy job, as a file."""
+    state = StateFile(tmp_path / "other-state")
+    judge, job = Judge(state), Job()
+    go_on(judge, job, 700)
+    judge.save(is_due=True)
+    run, unknown = collect("main", [job.record()], learned(state))
+    assert unknown == []
+    path = tmp_path / "main.baseline.json"
+    path.write_bytes(encode(run))
+    return path
+
+
+def larger(attempt="second"):
+    """The same job with 40 MiB more in one module from its first step on."""
+    return Job(leak_from=-320, leak_bytes=MIB // 8, attempt=attempt, seed=1)
+
+
+def test_a_job_that_starts_larger_than_a_kept_baseline_drifts(state, kept):
+    """A change that came with a new release of the job would be learned as usual."""
+    assert not go_on(Judge(StateFile(state.path)), larger(), 100).judgement.is_level_drifting
+    found = go_on(Judge(state, [held_run(str(kept))]), larger(), 100)
+    assert found.judgement.baseline_bytes == pytest.approx(USUAL, rel=0.01)
+    assert found.judgement.is_level_drifting
+    assert (found.growers[0].module, found.growers[0].reftype) == ("layers.1.mlp", "activation")
+
+
+def test_a_kept_baseline_is_taken_once_a_life(state, kept):
+    """Each restart of the sidecar would forget the drift; a new attempt would be learned anew."""
+    job, held = larger(), [held_run(str(kept))]
+    judge = Judge(state, held)
+    go_on(judge, job, 200)
+    judge.save(is_due=True)
+    again = Judge(StateFile(state.path), held)
+    assert go_on(again, job, 100).judgement.num_resets["manual"] == 1
+    found = go_on(again, larger("third"), 100)
+    assert found.judgement.num_resets == {"attempt": 1, "configuration": 0, "manual": 2}
+    assert found.judgement.baseline_bytes == pytest.approx(USUAL, rel=0.01)
+
+
+@pytest.mark.parametrize(("jobs", "is_held"), [("", True), ("llama-*=", True), ("llama=", False)])
+def test_a_kept_baseline_is_for_the_jobs_that_it_names(state, kept, jobs, is_held):
+    """One job would be held against the memory of another."""
+    found = go_on(Judge(state, [held_run(f"{jobs}{kept}")]), larger(), 100)
+    assert (found.judgement.baseline_bytes is not None) == is_held
+
+
+def test_a_kept_baseline_is_for_as_many_ranks(state, kept):
+    """A sharded job on fewer ranks, with more memory on each, would raise an alarm."""
+    run = held_run(str(kept))
+    other = msgspec.structs.replace(run.run, world_size=run.run.world_size + 1)
+    found = go_on(Judge(state, [HeldRun(run.jobs, other)]), larger(), 100)
+    assert found.judgement.baseline_bytes is None
+
+
+@pytest.mark.parametrize("content", [None, b"", b"{}", b'{"version": 99, "run": {}}'])
+def test_a_baseline_that_cannot_be_used_is_refused_at_the_start(tmp_path, content):
+    """A job would seem to be held against a baseline, and would not be."""
+    path = tmp_path / "a=b.json"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ConfigError, match=r"^--baseline .*json: ."):
+        held_run(str(path))

@@ -129,11 +129,14 @@ def test_counts_outlive_the_sidecar(tmp_path):
     """A restart of the sidecar would take the failures of earlier attempts back."""
     clock = Clock(WRITTEN_AT + 1)
     leave(tmp_path, record("a", 2, 1))
-    assert shown(Reader(tmp_path, stale_after=60.0, clock=clock)) == ({DEVICE: 2}, {DEVICE: 1})
+    reader = Reader(tmp_path, stale_after=60.0, clock=clock)
+    assert shown(reader) == ({DEVICE: 2}, {DEVICE: 1})
+    reader.save()
     with living(tmp_path, record("b", 3, written_at=WRITTEN_AT + 1, start_time=WRITTEN_AT)) as (store,):
         for _ in range(2):
             reader = Reader(tmp_path, stale_after=60.0, clock=clock)
             assert shown(reader) == ({DEVICE: 5}, {DEVICE: 1})
+            reader.save()
         (tmp_path / "llama-pretrain" / "post-mortem" / "rank-0.a.record").unlink()
         assert shown(Reader(tmp_path, stale_after=60.0, clock=clock)) == ({DEVICE: 5}, {DEVICE: 1})
         store.write(encode(record("b", 4, written_at=WRITTEN_AT + 2, start_time=WRITTEN_AT)))
@@ -145,6 +148,19 @@ def test_an_attempt_of_which_only_the_dead_record_was_seen_counts(tmp_path):
     leave(tmp_path, record("a", 2))
     with living(tmp_path, record("b", 1, start_time=WRITTEN_AT)):
         assert shown(Reader(tmp_path, stale_after=60.0, clock=Clock(WRITTEN_AT + 1))) == ({DEVICE: 3}, {})
+
+
+def test_a_scrape_waits_for_no_disk(tmp_path, monkeypatch):
+    """Where attempts fail at each step, each scrape would write the state of all ranks, and wait for a slow disk."""
+    saved = []
+    monkeypatch.setattr(StateFile, "save", lambda _state, name, _section: saved.append(name))
+    reader = Reader(tmp_path, stale_after=60.0, clock=Clock(WRITTEN_AT + 1))
+    leave(tmp_path, record("a", 2))
+    assert shown(reader) == ({DEVICE: 2}, {})
+    assert saved == []
+    reader.save()
+    reader.save()
+    assert saved == ["counters"]
 
 
 def shown(reader):
