@@ -190,13 +190,16 @@ EXHAUSTION = Metric(
     of_memory=True,
 )
 FORECAST = _memory(
-    "torchmem.memory.forecast", Kind.GAUGE, "The step peak that was forecast before the job began.", DEVICE
+    "torchmem.memory.forecast",
+    Kind.GAUGE,
+    "The step peak that was forecast before the job began; absent where none was.",
+    DEVICE,
 )
 FORECAST_DRIFT_RATIO = Metric(
     "torchmem.memory.forecast_drift_ratio",
     "1",
     Kind.GAUGE,
-    "The step peak over its forecast, less one.",
+    "The highest step peak of the recent past, the one of step_peak, over its forecast, less one.",
     DEVICE,
     of_memory=True,
 )

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from torchmem.wire.record import Device, Identity, Record
+from torchmem.wire.record import Device, Identity, Record, forecast_drift_ratio
 from torchmem_exporter import catalog
 from torchmem_exporter.budget import Budget, Level
 from torchmem_exporter.catalog import Metric
@@ -140,6 +140,8 @@ def _add_rank(points: _Points, key: tuple[str, str], rank: Rank, *, only_faults:
         points.add(catalog.RETRIES, labels, rank.retries.get(device.name, device.allocator.num_retries))
         if rank.has_memory:
             _add_device(points, labels, device)
+            points.add(catalog.FORECAST, labels, device.forecast_bytes)
+            points.add(catalog.FORECAST_DRIFT_RATIO, labels, forecast_drift_ratio(record, device))
 
 
 def _add_device(points: _Points, labels: tuple[str, ...], device: Device) -> None:

@@ -18,6 +18,8 @@ from torchmem.wire.store import default_dir
 
 T = TypeVar("T")
 
+NATIVE, DISPATCH = ENGINES = ("native", "dispatch")
+
 
 @dataclass(frozen=True)
 class Setting:
@@ -95,6 +97,21 @@ class Config:
         _at_least(0, (int,)),
         "a whole number, 0 or more",
     )
+    engine: str = _setting(
+        "native",
+        "what counts: `native`, every step, and `dispatch` only where that cannot be built; or `dispatch`, which puts"
+        " nothing under torch's allocator and counts one step in `sample_every`",
+        str,
+        lambda v: v in ENGINES,
+        " or ".join(ENGINES),
+    )
+    sample_every: int = _setting(
+        200,
+        "with the engine `dispatch`, one step in so many is counted; all ranks must be given the same number",
+        int,
+        _at_least(2, (int,)),
+        "a whole number, 2 or more",
+    )
     publish_interval: float = _setting(
         1.0, "seconds between two records", float, _at_least(0.05), "a number of seconds, 0.05 or more"
     )
@@ -104,6 +121,14 @@ class Config:
         float,
         _at_least(0.1),
         "a number of seconds, 0.1 or more",
+    )
+    forecast: Path | None = _setting(  # noqa: RUF009  # a dataclass field
+        None,
+        "a forecast saved by `torchmem forecast --save`, of a job of as many ranks, that step peaks are held against;"
+        " one that cannot be used costs a warning, not the job (default: none)",
+        Path,
+        lambda v: v is None or (isinstance(v, Path) and "\0" not in str(v)),
+        "a path",
     )
 
 
@@ -136,7 +161,7 @@ def load(overrides: Mapping[str, Any], environment: Mapping[str, str] | None = N
 
 
 def _coerced(kind: Any, value: Any) -> Any:
-    return Path(value) if kind == "Path" and isinstance(value, str | os.PathLike) else value
+    return Path(value) if kind.startswith("Path") and isinstance(value, str | os.PathLike) else value
 
 
 def _parsed(setting: Setting, variable: str, text: str) -> Any:

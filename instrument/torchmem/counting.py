@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
+    from torchmem.engine.dispatch import DispatchEngine
+    from torchmem.labelers.owners import OwnerTable
+
 slot_lock = threading.RLock()
 """Held while the process's one place to count is taken or given back."""
 
@@ -71,8 +74,12 @@ def check_arguments(model: Any, optimizer: Any) -> None:
         )
 
 
+def _nothing(*_arguments: object) -> None:
+    """What is done where there is nothing to do."""
+
+
 class Counting:
-    """The native engine, the table of owners and the labelers of one model.
+    """An engine, the table of owners and the labelers of one model.
 
     Args:
         model: the root module.
@@ -80,9 +87,12 @@ class Counting:
         depth: how deep modules are told apart.
         on_step: called after that optimizer has stepped.
         before_forward: called before the root's forward with the number of elements of its inputs.
+        engine: a dispatch engine, which may have counted before, and is started and stopped by whoever made it; None
+            for the native one, built where need be, whose books begin anew.
+        owners: the table of owners; None for a new one.
 
     Attributes:
-        native: the loaded engine; None before ``attach``.
+        native: the engine; None before ``attach``.
         owners: the table of owners; None before ``attach``.
         labelers: those tried, in the order in which they were attached.
         frame_seconds: what opening, or closing, a frame costs a module's call.
@@ -94,15 +104,18 @@ class Counting:
         optimizer: Optimizer | None,
         *,
         depth: int,
-        on_step: Callable[[], None],
-        before_forward: Callable[[int], None],
+        on_step: Callable[[], None] = _nothing,
+        before_forward: Callable[[int], None] = _nothing,
+        engine: DispatchEngine | None = None,
+        owners: OwnerTable | None = None,
     ) -> None:
         self._subject: tuple[nn.Module, Optimizer | None] | None = (model, optimizer)
         self._depth = depth
         self._on_step = on_step
         self._before_forward = before_forward
+        self._engine = engine
         self.native: Any = None
-        self.owners: Any = None
+        self.owners: Any = owners
         self.labelers: list[Any] = []
         self.frame_seconds = 0.0
         self._has_cuda = False
@@ -119,7 +132,7 @@ class Counting:
         from torchmem.labelers.owners import OwnerTable
 
         global _attached  # noqa: PLW0603  # as in claim()
-        engine = native.load()
+        engine: Any = self._engine or native.load()
         engine.set_gate(False)
         if self._subject is None:
             raise InstallError("a Counting attaches once: make another")
@@ -131,10 +144,13 @@ class Counting:
         self._subject = None
         _attached = self
         self.native = engine
-        self.owners = OwnerTable(model, self._depth)
-        with contextlib.suppress(Exception):  # a torch that changed: the labeler of module calls will say so
-            self.frame_seconds = frame_seconds(engine)
-        engine.reset(self.owners.parents)
+        self.owners = self.owners or OwnerTable(model, self._depth)
+        if self._engine is None:
+            with contextlib.suppress(Exception):  # a torch that changed: the labeler of module calls will say so
+                self.frame_seconds = frame_seconds(engine)
+            engine.reset(self.owners.parents)
+        else:
+            engine.set_parents(self.owners.parents)
         engine.set_gate(True)
         self._attach_cuda()
         for labeler in self._make_labelers(model, optimizer):
@@ -206,6 +222,8 @@ class Counting:
             self.native, self.owners, optimizer, modules.label_held, modules.find_anew, after_step
         )
         self._label_now = optimizers.label_now
+        # Under the dispatch engine's mode nothing runs compiled.
+        compiled = [] if self._engine else [CompiledLabeler(self.native, self.owners, modules.frames, optimizers)]
         return (
             modules,
             DdpLabeler(self.native, self.owners, modules.label_held),
@@ -214,9 +232,5 @@ class Counting:
             RecomputeLabeler(self.native),
             state_dicts,
             optimizers,
-            CompiledLabeler(self.native, self.owners, modules.frames, optimizers),
+            *compiled,
         )
-
-
-def _nothing() -> None:
-    """What is done where there is nothing to do."""

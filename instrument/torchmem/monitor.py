@@ -6,7 +6,8 @@ books are closed for the step (tens of microseconds); everything else happens on
 
 Invariants: nothing here raises into the training loop; ``close`` leaves every hook table, patched attribute and
 allocator as before, and is safe to call twice; one Monitor at a time in a process. Where the engine cannot be built,
-or the record's directory cannot be used, one warning says why and the job goes on with what still works.
+one step in so many is sampled by another (see ``sampling``); where that cannot be either, or the record's directory
+cannot be used, the job goes on with what still works; one warning says why.
 
 Known limit: a failed allocation is in the next record, within ``publish_interval``, and in the one at the end; with a
 process that is killed before that it is lost.
@@ -26,7 +27,7 @@ from torchmem import config
 from torchmem.counting import Counting, check_arguments, claim, release, slot_lock
 from torchmem.errors import BuildError, InstallError, StoreError
 from torchmem.model import REFTYPE_LABELS, Phase
-from torchmem.recorder import Step, device_books, identify, oom_events, ring_columns
+from torchmem.recorder import Step, device_books, held_forecast, identify, oom_events, ring_columns
 from torchmem.wire import record as wire
 from torchmem.wire.publisher import Publisher
 from torchmem.wire.store import RankStore
@@ -35,6 +36,9 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
     from typing_extensions import Self
+
+    from torchmem.forecasting.held import Held
+    from torchmem.sampling.sampler import StepSampler
 
 RING_STEPS = 512
 FACTS_INTERVAL_SECONDS = 1.0
@@ -72,10 +76,12 @@ class Monitor:
     def __init__(self, model: nn.Module, optimizer: Optimizer | None, settings: config.Config) -> None:
         self.settings = settings
         self._closed = False
-        self._counting: Counting | None = None
+        self._counting: Counting | StepSampler | None = None
+        self._sampler: StepSampler | None = None
         self._names: list[str] = []
         self._engine = "off"
         self._engine_failure = ""
+        self._engine_remark = ""
         self._cuda_failure = ""
         self._step_number = 0
         self._step_seconds = 0.0
@@ -89,6 +95,7 @@ class Monitor:
         self._rotated_at = time.monotonic()
         self._publisher: Publisher | None = None
         self._identity: wire.Identity | None = None
+        self._forecast: Held | None = None
         self._last: wire.Record | None = None
         self._by_hand = False
         self._phases = 0
@@ -98,8 +105,10 @@ class Monitor:
         try:
             if settings.enabled:
                 self._start_engine(model, optimizer)
-            self._identity = identify(self.settings.train_job, self._engine, model)
+            every = 1 if self._sampler is None else settings.sample_every
+            self._identity = identify(self.settings.train_job, self._engine, model, every)
             if settings.enabled:
+                self._hold_against_forecast(self._identity, model)
                 self._start_publisher(self._identity.rank)
         except BaseException:
             self.close()  # half a monitor must not stay on the model
@@ -160,6 +169,10 @@ class Monitor:
     # -- the engine
 
     def _start_engine(self, model: nn.Module, optimizer: Optimizer | None) -> None:
+        if self.settings.engine == config.DISPATCH:
+            self._engine_remark = f"one step in {self.settings.sample_every} is counted, as the settings say"
+            self._start_sampler(model, optimizer, "")
+            return
         counting = Counting(
             model,
             optimizer,
@@ -168,16 +181,41 @@ class Monitor:
             before_forward=self._before_forward,
         )
         try:
+            self._counting = counting  # first: when this is interrupted, close() takes off what is on
             counting.attach()
         except BuildError as error:
-            self._engine_failure = str(error)
-            warnings.warn(f"torchmem counts nothing: {error}", RuntimeWarning, stacklevel=4)
+            self._start_sampler(model, optimizer, str(error))
             return
-        finally:
-            self._counting = counting  # also when interrupted: close() takes off what is on
-        self._engine = "native"
+        self._engine = config.NATIVE
         self._names = counting.owners.names
         self._end_step(time.perf_counter(), counts=False)
+
+    def _start_sampler(self, model: nn.Module, optimizer: Optimizer | None, native_failure: str) -> None:
+        """Samples instead, because of that failure, or because it is wished."""
+        every = self.settings.sample_every
+        self._engine_failure = native_failure and f"one step in {every} is counted: {native_failure}"
+        try:
+            from torchmem.sampling.sampler import StepSampler
+
+            self._sampler = self._counting = StepSampler(
+                model,
+                optimizer,
+                depth=self.settings.depth,
+                every=every,
+                on_step=self._after_optimizer_step,
+                before_forward=self._before_forward,
+            )
+            self._sampler.attach()
+        except Exception as error:  # noqa: BLE001  # a torch that has changed
+            self._engine_failure = native_failure or f"{type(error).__name__}: {error}"
+            self._stop_engine()
+            self._sampler = self._counting = None
+            warnings.warn(f"torchmem counts nothing: {self._engine_failure}", RuntimeWarning, stacklevel=5)
+            return
+        self._engine = config.DISPATCH
+        self._names = self._sampler.owners.names
+        if native_failure:
+            warnings.warn(f"torchmem counts only one step in {every}: {native_failure}", RuntimeWarning, stacklevel=5)
 
     def _stop_engine(self) -> None:
         if self._counting is not None:
@@ -230,13 +268,13 @@ class Monitor:
         if now - self._rotated_at >= self.settings.window:
             self._native.rotate_windows()
             self._rotated_at = now
+        is_counted = counts and (self._sampler is None or self._sampler.end_step())
         phases, rows = self._native.end_step()
-        if counts:
+        if is_counted:
             devices = {device: (at_peak, at_end) for device, _, _, at_peak, at_end in rows}
             phases |= self._phases
             self._ring.append(Step(self._step_number, time.time(), phases, self._input_size, devices))
-            self._phases = 0
-        self._input_size = 0
+        self._phases = self._input_size = 0
         if now - self._facts_at >= FACTS_INTERVAL_SECONDS or len(self._facts) != len(rows):
             self._facts_at = now
             self._refresh_facts(rows)
@@ -283,7 +321,8 @@ class Monitor:
         )
 
     def _device_books(self) -> list[wire.Device]:
-        return device_books(self._facts, self._native.read_window(), self._native.checkpoint_peaks(), self._ooms()[0])
+        windows, peaks = self._native.read_window(), self._native.checkpoint_peaks()
+        return device_books(self._facts, windows, peaks, self._ooms()[0], self._forecast)
 
     def _ooms(self) -> tuple[dict[int, int], list[wire.OutOfMemory]]:
         """Failed allocations: how many by device, and the last; taken out of the engine when there is a new one."""
@@ -316,11 +355,28 @@ class Monitor:
         ]
         stepless = NO_STEP if self._num_forwards >= MAX_FORWARDS_IN_STEP else ""
         return [
-            wire.Labeler(name="engine", up=not self._engine_failure, reason=self._engine_failure),
+            wire.Labeler(
+                name="engine", up=not self._engine_failure, reason=self._engine_failure or self._engine_remark
+            ),
             wire.Labeler(name="cuda", up=not self._cuda_failure, reason=self._cuda_failure),
             wire.Labeler(name="step", up=not stepless, reason=stepless),
+            *self._forecast_states(),
             *states,
         ]
+
+    def _forecast_states(self) -> list[wire.Labeler]:
+        if self._forecast is None:  # nobody asked for one
+            return []
+        failure = self._forecast.failure
+        return [wire.Labeler(name="forecast", up=not failure, reason=failure)]
+
+    def _hold_against_forecast(self, identity: wire.Identity, model: nn.Module) -> None:
+        if self.settings.forecast is None:
+            return
+        self._forecast = held_forecast(self.settings.forecast, identity, model)
+        if self._forecast.failure:
+            reason = f"torchmem holds the job against no forecast: {self._forecast.failure}"
+            warnings.warn(reason, RuntimeWarning, stacklevel=4)
 
     def _start_publisher(self, rank: int) -> None:
         try:

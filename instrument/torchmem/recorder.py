@@ -12,12 +12,14 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from msgspec import structs
 
 from torchmem import __version__
 from torchmem.engine.reconcile import DeviceFacts, device_name
+from torchmem.forecasting.held import Held, Run
 from torchmem.model import Operation, RefType
 from torchmem.wire import record as wire
 
@@ -39,13 +41,14 @@ class Step:
     """By device: totals by reftype at the peak and at the end, int64 little-endian."""
 
 
-def identify(train_job: str, engine: str, model: nn.Module) -> wire.Identity:
+def identify(train_job: str, engine: str, model: nn.Module, sample_every: int = 1) -> wire.Identity:
     """This process as a rank of a job, a new attempt.
 
     Args:
         train_job: the job's name.
         engine: which engine counts.
         model: the root module; its parameters tell the mesh.
+        sample_every: one step in so many is counted.
     """
     import torch
 
@@ -63,7 +66,19 @@ def identify(train_job: str, engine: str, model: nn.Module) -> wire.Identity:
         torch_version=str(torch.__version__),
         torchmem_version=__version__,
         mesh=_mesh_coordinates(model),
+        sample_every=sample_every,
     )
+
+
+def held_forecast(path: Path, identity: wire.Identity, model: nn.Module) -> Held:
+    """What this rank is held against, from a saved forecast.
+
+    Args:
+        path: of the forecast.
+        identity: of this process.
+        model: the root module; its parameters tell the mesh and the kind of device.
+    """
+    return Held(path, Run(identity.rank, identity.world_size, _mesh_lengths(model), _device_kind(model)))
 
 
 def device_books(
@@ -71,6 +86,7 @@ def device_books(
     windows: Sequence[tuple[Any, ...]],
     checkpoint_peaks: Sequence[tuple[int, int, int]] = (),
     num_ooms: Mapping[int, int] | None = None,
+    forecast: Held | None = None,
 ) -> list[wire.Device]:
     """The devices of a record.
 
@@ -79,6 +95,7 @@ def device_books(
         windows: the engine's ``read_window``.
         checkpoint_peaks: the engine's, as (device, operation, bytes).
         num_ooms: by device, allocations that failed until now, as the tap counted them.
+        forecast: what the rank is held against; None where no forecast was given.
     """
     num_ooms = num_ooms or {}
     peaks: dict[int, dict[str, int]] = {}
@@ -100,6 +117,7 @@ def device_books(
             uuid=fact.uuid,
             allocator=_with_ooms(fact.allocator, num_ooms.get(device, 0) - fact.num_ooms_tapped),
             checkpoint_peaks=peaks.get(device, {}),
+            forecast_bytes=None if forecast is None else forecast.bytes_of(fact.name),
         )
         for fact, (device, usage_bytes, step_peak_bytes, peak_bytes, usage, step_peak, active_peak) in zip(
             facts, windows, strict=False
@@ -190,3 +208,24 @@ def _mesh_coordinates(model: nn.Module) -> dict[str, int]:
             coordinate = mesh.get_coordinate()  # type: ignore[union-attr]  # a mesh, as it has names
             return {} if coordinate is None else dict(zip(names, coordinate, strict=True))  # type: ignore[call-overload]  # as above
     return {}
+
+
+def _mesh_lengths(model: nn.Module) -> dict[str, int]:
+    """How long each named dimension is, of all meshes that the model's parameters lie on."""
+    lengths: dict[str, int] = {}
+    for parameter in model.parameters():
+        mesh = getattr(parameter, "device_mesh", None)
+        if names := getattr(mesh, "mesh_dim_names", None):
+            lengths.update(zip(names, mesh.shape, strict=True))  # type: ignore[union-attr]  # a mesh, as it has names
+    return lengths
+
+
+def _device_kind(model: nn.Module) -> str:
+    """The kind of device that is trained on; empty where parameters on the CPU may be those offloaded from a GPU."""
+    import torch
+
+    kinds = {parameter.device.type for parameter in model.parameters()}
+    if "cuda" in kinds:
+        return "cuda"
+    has_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # torch's
+    return "cpu" if kinds == {"cpu"} and not has_cuda else ""

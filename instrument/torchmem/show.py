@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchmem.model import folded
 from torchmem.wire.ranks import RankView, printable
-from torchmem.wire.record import Device, Labeler, Record, unpack_cells
+from torchmem.wire.record import Device, Labeler, Record, forecast_drift_ratio, unpack_cells
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -117,14 +117,15 @@ def as_data(views: list[RankView], book: Book, by: By, top: int) -> list[dict[st
             "disabled": {labeler.name: labeler.reason for labeler in _disabled(view.record)},
             "book": book.value,
             "devices": [
-                device_data(device, holders(view.record, device, book, by, top)) for device in view.record.devices
+                device_data(view.record, device, holders(view.record, device, book, by, top))
+                for device in view.record.devices
             ],
         }
         for view in views
     ]
 
 
-def device_data(device: Device, held: Holders) -> dict[str, Any]:
+def device_data(record: Record, device: Device, held: Holders) -> dict[str, Any]:
     """A device's totals and the rows of one of its books as plain data."""
     return {
         "device": device.name,
@@ -133,6 +134,8 @@ def device_data(device: Device, held: Holders) -> dict[str, Any]:
         "usage_bytes": device.usage_bytes,
         "unattributed_bytes": device.unattributed_bytes,
         "limit_bytes": device.limit_bytes,
+        "forecast_bytes": device.forecast_bytes,
+        "forecast_drift_ratio": forecast_drift_ratio(record, device),
         "total_bytes": held.total_bytes,
         **holders_data(held),
     }
@@ -172,7 +175,7 @@ def draw(console: Console, views: list[RankView], book: Book, by: By, top: int, 
         if not view.record.devices:
             console.print("  nothing is counted on this rank")
         for device in view.record.devices:
-            console.print(device_heading(device))
+            console.print(device_heading(view.record, device))
             held = holders(view.record, device, book, by, top, fold=fold)
             if held.total_bytes:
                 console.print(f"  who holds the memory {book.description}:", style="italic")
@@ -196,8 +199,8 @@ def _rank_heading(view: RankView) -> Text:
     )
 
 
-def device_heading(device: Device) -> Text:
-    """A device's totals in one line."""
+def device_heading(record: Record, device: Device) -> Text:
+    """A device's totals in one line, and how its step peak lies to the forecast."""
     from rich.text import Text
 
     figures = {
@@ -206,8 +209,11 @@ def device_heading(device: Device) -> Text:
         "usage": device.usage_bytes,
         "unattributed": device.unattributed_bytes or None,
         "limit": device.limit_bytes,
+        "forecast": device.forecast_bytes,
     }
     text = ", ".join(f"{name} {binary(value)}" for name, value in figures.items() if value is not None)
+    ratio = forecast_drift_ratio(record, device)
+    text += "" if ratio is None else f" ({ratio:+.1%})"
     return Text(f"  {printable(device.name)}: {text}")
 
 

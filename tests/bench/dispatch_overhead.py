@@ -23,8 +23,8 @@ from jobs.fsdp2 import fsdp2_job
 from jobs.interleave import Contestant, Times, mean_over_ranks, ratio, time_rounds
 from jobs.ranks import run_ranks
 from jobs.torch_tracker import tracked
+from torchmem.counting import Counting
 from torchmem.engine.dispatch import DispatchEngine
-from torchmem.forecasting.counted import DispatchCounting
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -53,7 +53,7 @@ def unwatched(_job: Job) -> Iterator[Callable[[], None]]:
 def by_engine(job: Job) -> Iterator[Callable[[], None]]:
     """The dispatch engine with every labeler; a step is closed before the next."""
     engine = DispatchEngine()
-    counting = DispatchCounting(engine, job.model, job.optimizer, depth=DEPTH)
+    counting = Counting(job.model, job.optimizer, depth=DEPTH, engine=engine)
     counting.attach()
     engine.start()
     try:

@@ -58,7 +58,9 @@ def test_unusable_values_are_refused_by_name(name, text):
         config.load({}, {f"TORCHMEM_{name.upper()}": text})
 
 
-@pytest.mark.parametrize(("name", "value"), [("depth", True), ("depth", "3"), ("window", None), ("dir", 5)])
+@pytest.mark.parametrize(
+    ("name", "value"), [("depth", True), ("depth", "3"), ("window", None), ("dir", 5), ("forecast", 5)]
+)
 def test_wrong_types_are_refused(name, value):
     """A keyword of the wrong type would be taken as something it is not."""
     with pytest.raises(ConfigError, match=name):
@@ -74,6 +76,13 @@ def test_unknown_settings_are_refused():
 def test_a_path_may_be_text():
     """A directory given as text would be refused."""
     assert config.load({"dir": "/tmp"}, {}).dir == Path("/tmp")
+    assert config.load({"forecast": "a.json"}, {}).forecast == Path("a.json")
+    assert config.load({}, {"TORCHMEM_FORECAST": "b.json"}).forecast == Path("b.json")
+
+
+def test_no_forecast_may_be_said_aloud():
+    """A script that passes its own optional argument on would not start without it."""
+    assert config.load({"forecast": None}, {"TORCHMEM_FORECAST": "b.json"}).forecast is None
 
 
 def test_every_setting_is_documented():

@@ -15,7 +15,7 @@ from torch import nn
 import torchmem
 from torchmem.engine import native
 from torchmem.model import OUTSIDE, ROOT, Phase
-from torchmem.wire.record import Record, unpack_cells
+from torchmem.wire.record import Record, forecast_drift_ratio, unpack_cells
 
 SIZE = 64
 
@@ -506,3 +506,44 @@ def test_a_crash_is_not_a_clean_end(model, settings):
         with pytest.raises(error), torchmem.install(model, **settings) as monitor:
             raise error
         assert monitor.snapshot().clock.final is clean
+
+
+def build_for_forecast():
+    """The same model and steps as of these tests."""
+    made = nn.Sequential(nn.Linear(SIZE, SIZE), nn.ReLU(), nn.Linear(SIZE, SIZE))
+    optimizer = torch.optim.AdamW(made.parameters())
+    return made, optimizer, lambda: train(made, optimizer)
+
+
+def test_a_job_is_held_against_its_forecast(model, settings, tmp_path):
+    """A forecast that was given would be forgotten, or be another figure than the one that was saved."""
+    forecast = torchmem.forecast(build_for_forecast)
+    forecast.save(tmp_path / "forecast.json")
+    optimizer = torch.optim.AdamW(model.parameters())
+    with torchmem.install(model, optimizer, forecast=tmp_path / "forecast.json", **settings) as monitor:
+        assert forecast_drift_ratio(monitor.snapshot(), monitor.snapshot().devices[0]) is None
+        train(model, optimizer, steps=2)
+        record = monitor.snapshot()
+    (device,) = record.devices
+    assert device.forecast_bytes == forecast.peak_bytes
+    assert forecast_drift_ratio(record, device) == pytest.approx(0.0, abs=0.01)
+    assert [labeler.up for labeler in record.labelers if labeler.name == "forecast"] == [True]
+
+
+def test_a_forecast_that_cannot_be_used_costs_a_warning(model, settings, tmp_path):
+    """A job would end because of a file that only watches it, or nobody know that it is not watched."""
+    with pytest.warns(RuntimeWarning, match=r"gone\.json: No such file or directory; write one by") as warned:
+        monitor = torchmem.install(model, forecast=tmp_path / "gone.json", **settings)
+    with monitor:
+        record = monitor.snapshot()
+    assert warned[0].filename == __file__
+    (state,) = [labeler for labeler in record.labelers if labeler.name == "forecast"]
+    assert not state.up
+    assert "No such file" in state.reason
+    assert record.devices[0].forecast_bytes is None
+
+
+def test_without_a_forecast_nothing_is_said_of_one(model, settings):
+    """Every job would have a series of a forecast that nobody made."""
+    with torchmem.install(model, **settings) as monitor:
+        assert "forecast" not in {labeler.name for labeler in monitor.snapshot().labelers}

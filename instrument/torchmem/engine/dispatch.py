@@ -15,6 +15,7 @@ it, ``no_dispatch``); threads that were not started by autograd see no mode. Blo
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -66,6 +67,12 @@ class DispatchEngine(StorageBooks):
         if self._resize is not None:
             torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
             self._resize = None
+
+    def stop_in_child(self) -> None:
+        """As ``stop``, in a forked child, whose copy of the lock may be held by a thread that it does not have."""
+        self._lock = threading.Lock()
+        self.num_pauses += 1
+        self.stop()
 
     @contextlib.contextmanager
     def here(self) -> Iterator[None]:
@@ -217,12 +224,18 @@ class DispatchEngine(StorageBooks):
         return [(key, key) for key in self.bucket_keys(reducer) if key in self._references]
 
     def _enter_module(self, owner: int) -> None:
-        with self._locked():
-            self._contexts.enter_module(owner)
+        try:
+            with self._locked():
+                self._contexts.enter_module(owner)
+        except Exception as error:  # noqa: BLE001  # a running job must go on
+            self.fail(error)
 
     def _leave_module(self, owner: int) -> None:
-        with self._locked():
-            self._contexts.leave_module(owner)
+        try:
+            with self._locked():
+                self._contexts.leave_module(owner)
+        except Exception as error:  # noqa: BLE001  # as above
+            self.fail(error)
 
     # -- reading
 

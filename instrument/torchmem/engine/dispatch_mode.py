@@ -34,7 +34,6 @@ class DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
     def __init__(self, engine: StorageBooks) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # as above
         self._engine = engine
-        self._makes: dict[Any, int] = {}
         self._is_wrapper: dict[type, bool] = dict.fromkeys(_PLAIN, False)
 
     def __torch_dispatch__(
@@ -46,9 +45,9 @@ class DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
                 return NotImplemented  # the subclass takes it apart first
         engine = self._engine
         try:
-            makes = self._makes[func]
+            makes = _known[func]
         except KeyError:
-            makes = self._makes[func] = _makes(func)
+            makes = _known[func] = _makes(func)
         if makes >= _WAITS and isinstance(args[0], FakeTensor) and engine.read_value is not None:
             if makes == _WAITS:  # torch's rule for fake tensors makes a new one
                 return args[0]
@@ -57,7 +56,10 @@ class DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         result = func(*args, **kwargs) if kwargs else func(*args)
         if makes and not engine.num_pauses:
             engine.operator = func
-            _each_tensor(engine.note_size if makes == _RESIZES else engine.note, result)
+            try:
+                _each_tensor(engine.note_size if makes == _RESIZES else engine.note, result)
+            except Exception as error:  # noqa: BLE001  # a running job must go on
+                engine.fail(error)
         return result
 
     def _wraps(self, kind: type) -> bool:
@@ -88,6 +90,9 @@ def _each_tensor(note: Callable[[torch.Tensor], None], result: Any) -> None:
 
 
 _NOTHING, _NEW, _RESIZES, _WAITS, _READS = range(5)
+
+_known: dict[Any, int] = {}
+"""By operator, what ``_makes`` says: what a process samples again need not be asked again."""
 
 _RESIZING = frozenset({"aten::resize_", "aten::resize_as_", "aten::set_", "aten::_resize_output_"})
 

@@ -58,6 +58,8 @@ class StorageBooks:
         operator: the one that ran last.
         read_value: gives the value of a fake tensor that is asked for one; None where torch shall raise its own error.
         on_block: called with the device, key and size of each block made, and with -size when it is freed.
+        on_failure: called with an error of the engine's own, after which nothing is booked any more; None where it
+            shall reach the job.
 
     Raises:
         BuildError: this torch lays out its tensors in a way that the engine does not know.
@@ -69,6 +71,7 @@ class StorageBooks:
         self.peak_places: dict[int, PeakPlace] = {}
         self.on_block: Callable[[int, int, int], None] | None = None
         self.read_value: Callable[[torch.Tensor], Any] | None = None
+        self.on_failure: Callable[[Exception], None] | None = None
         self._contexts = Contexts(self.ledger)
         self._block_bytes = block_bytes
         self._default_device = default_device
@@ -97,6 +100,13 @@ class StorageBooks:
             yield
         finally:
             self._born = outer
+
+    def fail(self, error: Exception) -> None:
+        """Ends booking for good, or raises; see ``on_failure``."""
+        if self.on_failure is None:
+            raise error
+        self.num_pauses += 1
+        self.on_failure(error)
 
     # -- events
 
@@ -211,7 +221,10 @@ class StorageBooks:
         def resize_(storage: torch.UntypedStorage, size: int) -> Any:
             result = original(storage, size)
             if not self.num_pauses:
-                self._follow_size(storage)
+                try:
+                    self._follow_size(storage)
+                except Exception as error:  # noqa: BLE001  # a running job must go on
+                    self.fail(error)
             return result
 
         return resize_

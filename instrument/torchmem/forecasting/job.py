@@ -27,14 +27,13 @@ import torch
 from torch._subclasses import fake_tensor
 
 from torchmem import __version__
-from torchmem.counting import check_arguments, claim, release
+from torchmem.counting import Counting, check_arguments, claim, release
 from torchmem.engine.dispatch import DispatchEngine
 from torchmem.engine.dispatch_storages import device_id
 from torchmem.engine.fake import FakeJob, fake_job
 from torchmem.engine.reconcile import device_name
 from torchmem.engine.rounding import CachingAllocator, block_bytes
 from torchmem.errors import ForecastError, InstallError
-from torchmem.forecasting.counted import DispatchCounting
 from torchmem.forecasting.outcome import Cell, DeviceForecast, Forecast, Place, Plain, RankForecast, StepForecast
 from torchmem.model import REFTYPE_LABELS
 
@@ -197,7 +196,7 @@ class _Run:
             stack.callback(self._engine.stop)
             self._on_stage("construction")
             model, optimizer, step = self._built()
-            counting = DispatchCounting(self._engine, model, optimizer, depth=self._depth)
+            counting = Counting(model, optimizer, depth=self._depth, engine=self._engine)
             stack.callback(counting.detach)
             counting.attach()
             self._construction = {device: books.life_peak for device, books in self._engine.all_books().items()}

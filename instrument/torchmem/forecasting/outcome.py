@@ -15,6 +15,7 @@ import msgspec
 from torchmem.errors import ForecastError
 
 SCHEMA = 1
+_MAX_BYTES = (1 << 63) - 1
 
 Plain = int | float | str | bool | None
 
@@ -133,6 +134,11 @@ class Forecast(msgspec.Struct, frozen=True):
     schema: int = SCHEMA
 
     @property
+    def kind(self) -> str:
+        """The kind of device that its sizes are of: ``cuda`` too where the CPU stood for one."""
+        return "cuda" if self.allocator == "cuda" else self.device
+
+    @property
     def largest(self) -> RankForecast:
         """The rank that holds the most; the lowest of equals."""
         return max(self.ranks, key=lambda rank: (rank.devices[0].peak_bytes, -rank.rank))
@@ -194,11 +200,15 @@ def load(path: str | Path) -> Forecast:
             raise ForecastError(
                 f"{path}: a forecast of schema {schema}; this torchmem reads up to {SCHEMA}: upgrade it"
             )
-        return msgspec.json.decode(text, type=Forecast)
+        found = msgspec.json.decode(text, type=Forecast)
     except OSError as error:
         raise ForecastError(f"{path}: {error.strerror}") from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ForecastError(f"{path}: not a saved forecast: {error}") from None
+    devices = [device for rank in found.ranks for device in rank.devices]
+    if not devices or not all(device.steps and 0 <= device.peak_bytes <= _MAX_BYTES for device in devices):
+        raise ForecastError(f"{path}: not a saved forecast: a device without steps, or none at all")
+    return found
 
 
 def as_data(forecast: Forecast) -> dict[str, Any]:

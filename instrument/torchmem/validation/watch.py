@@ -66,7 +66,7 @@ def run_row(row: Row, place: Place, num_steps: int = 4) -> RankOutcome:
         num_steps: steps of a block, 2 or more; there are two watched blocks and two bare ones.
 
     Raises:
-        InstallError: torchmem counts nothing here.
+        InstallError: the native engine does not count here.
         Exception: whatever the workload raises.
     """
     truth = truth_of(place.device)
@@ -151,8 +151,8 @@ def _bare_block(workload: Workload, place: Place, num_steps: int, seen: _Seen) -
 
 
 def _add_steps(record: Record, device: str, true: list[_True], seen: _Seen) -> None:
-    if record.identity.engine == "off":
-        raise InstallError(f"torchmem counts nothing: {record.labelers[0].reason}")
+    if record.identity.engine != "native":
+        raise InstallError(f"the native engine does not count: {record.labelers[0].reason}")
     peaks, ends = step_peaks(record, device), step_ends(record, device)
     everywhere = [step_ends(record, d.name) for d in record.ring.devices]
     for number, then in zip(sorted(peaks)[1:], true, strict=True):

@@ -14,10 +14,12 @@ from torchmem.show import binary
 from torchmem.watching.look import DeviceLook, RankLook
 from torchmem.wire.ranks import printable
 
-WORDS = ("crashed", "stale", "oom", "full", "drift", "leak", "labeler")
+WORDS = ("crashed", "stale", "oom", "full", "drift", "leak", "forecast", "labeler")
 """The worst first."""
 FULL_SHARE = 0.95
 """Of the device's limit, at the step peak."""
+MISSED_RATIO = 0.10
+"""Of the step peak over its forecast, less one; as in the alert on it."""
 LONG_SECONDS = 365 * 86400.0
 
 
@@ -78,6 +80,14 @@ def _of_device(one: DeviceLook, now: float) -> Iterator[Alert]:
         growth = judgement.growth_bytes_per_second
         by = "" if growth is None else f" {rate(growth)}"
         yield Alert("leak", f"{name} leaks{by}{_end(judgement.exhausted_at, now)}{who}")
+    if is_missed(one):
+        forecast = binary(device.forecast_bytes or 0)
+        yield Alert("forecast", f"{name} {_shift(one.forecast_drift_ratio)} forecast of {forecast}")
+
+
+def is_missed(one: DeviceLook) -> bool:
+    """Whether a device holds more than was forecast, by more than ``MISSED_RATIO``."""
+    return one.forecast_drift_ratio is not None and one.forecast_drift_ratio > MISSED_RATIO
 
 
 def _shift(drift_ratio: float | None) -> str:

@@ -47,6 +47,7 @@ oom       an allocation failed
 full      95% of a device are in use at the step peak
 drift     step peaks are over their baseline, by more than 5%
 leak      what is left at the ends of steps grows steadily
+forecast  step peaks are over what was forecast, by more than 10%
 labeler   a part of the counting is disabled
 learning  too few steps were seen to know what is usual
 

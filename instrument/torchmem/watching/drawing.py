@@ -15,7 +15,7 @@ from rich.text import Text
 from torchmem import show
 from torchmem.model import Phase
 from torchmem.show import By, binary
-from torchmem.watching.alerts import FULL_SHARE, WORDS, Alert, alerts, filled, rate, span
+from torchmem.watching.alerts import FULL_SHARE, WORDS, Alert, alerts, filled, is_missed, rate, span
 from torchmem.watching.lines import (
     BAD,
     HEAD,
@@ -115,6 +115,8 @@ def _state(rank: RankLook, one: DeviceLook | None, now: float) -> Text:
         words.append(("floor", _floor(judgement), judgement.is_floor_growing))
         if share is not None:
             words.append(("filled", f"{share:.0%}", share >= FULL_SHARE))
+        if one.device.forecast_bytes is not None:
+            words.append(("forecast", _forecast(one), is_missed(one)))
         words.append(("oom", str(num_ooms), num_ooms > 0))
     age = now - rank.view.record.clock.written_at
     words.append(("age", span(age), rank.view.state in ("stale", "crashed")))
@@ -126,8 +128,16 @@ def _state(rank: RankLook, one: DeviceLook | None, now: float) -> Text:
 def _level(judgement: Judgement) -> str:
     if judgement.baseline_bytes is None:
         return "learning"
-    baseline = binary(judgement.baseline_bytes)
-    return baseline if judgement.drift_ratio is None else f"{percent(judgement.drift_ratio)} of {baseline}"
+    return _over(judgement.drift_ratio, judgement.baseline_bytes)
+
+
+def _forecast(one: DeviceLook) -> str:
+    return _over(one.forecast_drift_ratio, one.device.forecast_bytes or 0)
+
+
+def _over(ratio: float | None, num_bytes: int) -> str:
+    """How far over what, or that alone while it is not known how far."""
+    return binary(num_bytes) if ratio is None else f"{percent(ratio)} of {binary(num_bytes)}"
 
 
 def _floor(judgement: Judgement) -> str:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torchmem.wire.ranks import Found, RankView, printable, read_ranks
-from torchmem.wire.record import Device
+from torchmem.wire.record import Device, forecast_drift_ratio
 from torchmem_exporter.drift.judge import Judge, Verdict
 from torchmem_exporter.drift.ring_steps import Step, steps_after
 from torchmem_exporter.reading.lifecycle import State
@@ -33,6 +33,8 @@ class DeviceLook:
 
     device: Device
     verdict: Verdict
+    forecast_drift_ratio: float | None = None
+    """The step peak over its forecast, less one; None where none is known."""
 
 
 @dataclass(frozen=True)
@@ -110,4 +112,8 @@ class Watcher:
         rank = Rank(view.path, view.record, State(view.state), has_memory=True)
         verdicts = self._judge.judge(rank)
         devices = sorted(view.record.devices, key=lambda device: device.name == HOST_MEMORY)
-        return RankLook(view, tuple(DeviceLook(device, verdicts[device.name]) for device in devices))
+        return RankLook(view, tuple(_device_look(view, device, verdicts[device.name]) for device in devices))
+
+
+def _device_look(view: RankView, device: Device, verdict: Verdict) -> DeviceLook:
+    return DeviceLook(device, verdict, forecast_drift_ratio(view.record, device))

@@ -94,6 +94,8 @@ def _of_devices(page: Page) -> list[_Column]:
         ratio = share(one)
         return "-" if ratio is None else f"{ratio:.0%}"
 
+    has_forecast = any(one.device.forecast_bytes is not None for rank in page.look.ranks for one in rank.devices)
+    forecast = [of("forecast", lambda one: percent(one.forecast_drift_ratio), from_width=WIDE)] if has_forecast else []
     return [
         of("device", lambda one: cut(one.device.name, MAX_NAME), "left"),
         of("of its limit", lambda one: _track(share(one), page), "left", ROOMY if len(page.look.jobs) > 1 else NARROW),
@@ -103,6 +105,7 @@ def _of_devices(page: Page) -> list[_Column]:
         of("baseline", lambda one: _size(one.verdict.judgement.baseline_bytes), from_width=ROOMY),
         of("drift", lambda one: percent(one.verdict.judgement.drift_ratio)),
         of("growth", _growth, from_width=WIDE),
+        *forecast,
     ]
 
 

@@ -23,7 +23,7 @@ from torchmem.errors import RecordError
 
 MAGIC = b"torchmem"
 MAJOR = 1
-MINOR = 2
+MINOR = 3
 HEADER = struct.Struct("<8sHHIQ")
 CELL = struct.Struct("<IIq")
 MODULE_MASK = (1 << 32) - 1
@@ -55,11 +55,13 @@ class Identity(msgspec.Struct, kw_only=True, frozen=True):
     start_time: float
     """Unix seconds at which counting began."""
     engine: str
-    """``native``; which engine counts."""
+    """``native`` or ``dispatch``: which engine counts; ``off`` where none does."""
     torch_version: str
     torchmem_version: str
     mesh: dict[str, int] = {}
     """Coordinate of the rank along each named dimension of the device mesh (``dp``, ``tp``, ``pp``)."""
+    sample_every: int = 1
+    """One step in so many is counted: the books and the ring are those of such steps; since 1.3."""
 
 
 class Clock(msgspec.Struct, kw_only=True, frozen=True):
@@ -116,6 +118,9 @@ class Device(msgspec.Struct, kw_only=True, frozen=True):
     checkpoint_peaks: dict[str, int] = {}
     """By operation (``save``, ``load``): the most the device held, in bytes, while one ran in the latest step that had
     any; since 1.1."""
+    forecast_bytes: int | None = None
+    """The step peak that was forecast before the job began; ``None`` where none was, or it was of another run; since
+    1.3."""
 
 
 class RingDevice(msgspec.Struct, kw_only=True, frozen=True):
@@ -187,6 +192,13 @@ class Record(msgspec.Struct, kw_only=True, frozen=True):
     """The engine's own counters: events, unknown frees, dropped frames and the like."""
     oom_events: list[OutOfMemory] = []
     """The last allocations that failed, oldest first; since 1.2."""
+
+
+def forecast_drift_ratio(record: Record, device: Device) -> float | None:
+    """The device's highest step peak of the window over its forecast, less one; None before both are known."""
+    if not device.forecast_bytes or not device.step_peak_bytes or record.clock.step < 1:
+        return None
+    return device.step_peak_bytes / device.forecast_bytes - 1
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -262,6 +274,8 @@ def _check(record: Record) -> None:
         for operation, num_bytes in device.checkpoint_peaks.items():
             if num_bytes < 0:
                 raise RecordError("books", f"{device.name} checkpoint peak of {operation!r}: {num_bytes} bytes")
+        if device.forecast_bytes is not None and device.forecast_bytes < 0:
+            raise RecordError("books", f"{device.name} forecast: {device.forecast_bytes} bytes")
     for event in record.oom_events:
         _check_oom(event, num_modules, num_reftypes)
     num_steps = len(record.ring.steps) // 8

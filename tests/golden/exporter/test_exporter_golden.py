@@ -36,7 +36,12 @@ def directory(tmp_path):
     leave(tmp_path, make_record(2, 2))
     leave(tmp_path, make_record(3, 2, final=True))
     (tmp_path / "llama-pretrain" / "rank-9.record").write_bytes(b"garbage")
-    with living(tmp_path, make_record(0, 4), on_cpu, make_record(0, 1, train_job='a "job" \\ of\nmany words')):
+    with living(
+        tmp_path,
+        make_record(0, 4, forecast_bytes=1 << 20),
+        on_cpu,
+        make_record(0, 1, train_job='a "job" \\ of\nmany words'),
+    ):
         yield tmp_path
 
 

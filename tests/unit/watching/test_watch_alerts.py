@@ -34,6 +34,14 @@ def test_drift_names_the_shift_and_the_grower():
     assert texts(rank_look(devices=[one])) == [("drift", said)]
 
 
+def test_a_missed_forecast_says_by_how_much():
+    """A job that takes more than was planned would look as planned, or one within the margin be complained of."""
+    device = small_records.device(forecast_bytes=12 * MIB, allocator=wire.Allocator())
+    said = "cuda:0 +33.3% over its forecast of 12.00 MiB"
+    assert texts(rank_look(devices=[device_look(device, forecast_drift_ratio=1 / 3)])) == [("forecast", said)]
+    assert texts(rank_look(devices=[device_look(device, forecast_drift_ratio=0.1)])) == []
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [

@@ -87,6 +87,19 @@ def test_wide_terminal_shows_limit_baseline_growth_and_host():
     assert "1.00 GiB 16.00 MiB  +0.1%  0 B/h" in first
 
 
+def test_forecast_has_a_column_and_a_word_where_there_is_one():
+    """The user could not see whether a rank keeps to its forecast, or would see an empty column."""
+    device = small_records.device(forecast_bytes=12 * MIB, allocator=wire.Allocator())
+    reading = look(rank_look(devices=[device_look(device, forecast_drift_ratio=1 / 3)]), rank_look(1))
+    head, first, second = drawn(ranks(page(reading), 120, 10), 120).splitlines()
+    assert head.split()[-2:] == ["forecast", "alerts"]
+    assert (first.split()[-2:], second.split()[-1]) == (["+33.3%", "forecast"], "-")
+    assert "  forecast +33.3% of 12.00 MiB!  oom 0" in drawn(drawing.alerts_pane(page(reading), 100, 10), 100)
+    assert "forecast" not in drawn(ranks(page(pair()), 120, 10), 120)
+    unknown = look(rank_look(devices=[device_look(device)]))
+    assert "  forecast 12.00 MiB  oom 0" in drawn(drawing.alerts_pane(page(unknown), 100, 10), 100)
+
+
 def test_jobs_are_told_apart_where_there_are_several():
     """Two jobs' rank 0 would look the same."""
     other = rank_look(identity=small_records.identity(train_job="a-very-long-name-of-a-job"))

@@ -6,6 +6,8 @@ import os
 import time
 from pathlib import Path
 
+import pytest
+
 import records
 import watched
 from torchmem.watching.alerts import alerts
@@ -106,6 +108,15 @@ def test_accelerators_come_before_the_host(tmp_path):
     with records.living(tmp_path, record):
         (rank,) = Watcher(tmp_path).look().ranks
     assert [one.device.name for one in rank.devices] == ["cuda:0", "cpu"]
+
+
+def test_forecast_is_compared_with_the_step_peak(tmp_path):
+    """The view would not show that a rank misses its forecast."""
+    peak = records.make_device().step_peak_bytes
+    with records.living(tmp_path, records.make_record(0, forecast_bytes=peak // 2, labelers=[])):
+        (rank,) = Watcher(tmp_path).look().ranks
+    assert rank.devices[0].forecast_drift_ratio == pytest.approx(1.0)
+    assert "forecast" in words(rank)
 
 
 def test_nothing_is_written_and_no_lock_is_taken(tmp_path):

@@ -55,7 +55,7 @@ def test_cells_round_trip():
 
 def test_header_is_as_documented():
     """Readers of other releases would not recognise the file."""
-    assert struct.unpack("<8sHHIQ", DATA[:24]) == (b"torchmem", 1, 2, zlib.crc32(PAYLOAD), len(PAYLOAD))
+    assert struct.unpack("<8sHHIQ", DATA[:24]) == (b"torchmem", 1, 3, zlib.crc32(PAYLOAD), len(PAYLOAD))
 
 
 def test_every_truncation_is_refused():
@@ -98,6 +98,56 @@ def test_newer_minor_with_unknown_fields_is_read():
     newer["identity"]["novelty"] = "x"
     newer["devices"][0]["novelty"] = 3
     assert wire.decode(framed(msgspec.msgpack.encode(newer), minor=wire.MINOR + 1)) == RECORD
+
+
+def test_a_forecast_travels_and_an_older_record_has_none():
+    """A running job would be held against no forecast, or a record of an older library be refused."""
+    record = small_records.record(devices=[small_records.device(forecast_bytes=8 * small_records.MIB)])
+    assert wire.decode(wire.encode(record)) == record
+    older = plain()
+    del older["devices"][0]["forecast_bytes"]
+    assert wire.decode(framed(msgspec.msgpack.encode(older), minor=2)) == RECORD
+
+
+def test_a_record_with_a_forecast_is_read_by_an_older_sidecar():
+    """Upgrading the library before the sidecar would blind it."""
+
+    def without(struct_type, left_out, **types):
+        fields = [f for f in msgspec.structs.fields(struct_type) if f.name not in left_out]
+        required = [(f.name, types.get(f.name, f.type)) for f in fields if f.required]
+        others = [(f.name, types.get(f.name, f.type), None) for f in fields if not f.required]
+        return msgspec.defstruct(struct_type.__name__, [*required, *others])
+
+    device = without(wire.Device, {"forecast_bytes"})
+    older = msgspec.msgpack.Decoder(without(wire.Record, set(), devices=list[device]))
+    record = small_records.record(devices=[small_records.device(forecast_bytes=8)])
+    read = older.decode(wire.encode(record)[wire.HEADER.size :])
+    assert (read.identity, read.devices[0].step_peak_bytes) == (record.identity, record.devices[0].step_peak_bytes)
+
+
+@pytest.mark.parametrize("num_bytes", [-1, 2.5, "8"])
+def test_a_forecast_that_makes_no_sense_is_refused(num_bytes):
+    """A negative forecast would be published, and a ratio of it judged."""
+    record = small_records.record(devices=[small_records.device(forecast_bytes=num_bytes)])
+    assert reason(wire.encode(record)) in ("books", "schema")
+
+
+@pytest.mark.parametrize(
+    ("device", "step", "ratio"),
+    [
+        ({"forecast_bytes": 8 * small_records.MIB}, 1, 1.0),
+        ({"forecast_bytes": 32 * small_records.MIB}, 9, -0.5),
+        ({"forecast_bytes": 8 * small_records.MIB}, 0, None),
+        ({"forecast_bytes": 8 * small_records.MIB, "step_peak_bytes": 0, "step_peak": b""}, 9, None),
+        ({"forecast_bytes": 0}, 9, None),
+        ({}, 9, None),
+    ],
+)
+def test_how_far_over_its_forecast_a_device_is(device, step, ratio):
+    """A job would seem to have missed its forecast before its first step, or a scrape divide by zero."""
+    one = small_records.device(**device)
+    record = small_records.record(devices=[one], clock=small_records.clock(step=step))
+    assert wire.forecast_drift_ratio(record, one) == ratio
 
 
 def oom(**changes):

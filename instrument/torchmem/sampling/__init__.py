@@ -1,0 +1,1 @@
+"""The fallback where the native engine cannot be built: one training step in so many, under the dispatch engine."""
