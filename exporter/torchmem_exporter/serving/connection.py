@@ -290,16 +290,17 @@ def _request(head: h11.Request) -> Request:
         key, text = name.decode("latin-1"), value.decode("latin-1")
         headers[key] = f"{headers[key]},{text}" if key in headers else text
     target = head.target.decode("latin-1")
-    path = target.partition("?")[0] if target.startswith("/") else _absolute_path(target)
-    return Request(head.method.decode("latin-1"), path, headers)
+    path, _, query = (target if target.startswith("/") else _without_server(target)).partition("?")
+    return Request(head.method.decode("latin-1"), path, headers, query)
 
 
-def _absolute_path(target: str) -> str:
-    """The path of a target that names the server too, as proxies send it."""
+def _without_server(target: str) -> str:
+    """Path and query of a target that names the server too, as proxies send it."""
     try:
-        return urlsplit(target).path or "/"
+        parts = urlsplit(target)
     except ValueError:
         return target
+    return f"{parts.path or '/'}?{parts.query}"
 
 
 def _merged(headers: tuple[tuple[str, str], ...], configured: tuple[tuple[str, str], ...]) -> list[tuple[str, str]]:

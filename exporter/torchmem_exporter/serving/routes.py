@@ -1,7 +1,7 @@
 """What is answered under which path, whatever server carries it.
 
-Invariants: an answer depends on the method, the path and the headers alone; a fault while making one costs that request
-alone and shows nothing of the insides; only ``GET /metrics`` counts as a scrape.
+Invariants: an answer depends on the method, the path, the query and the headers alone; a fault while making one costs
+that request alone and shows nothing of the insides; only ``GET /metrics`` counts as a scrape.
 
 ``/healthz`` is open to everybody: it says no more than an open port does, and a kubelet's probe has no credentials.
 """
@@ -14,7 +14,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from http import HTTPStatus
 
-from torchmem_exporter import landing, text
+from torchmem_exporter import text
 from torchmem_exporter.exposition import Exposition
 
 TEXT = "text/plain; charset=utf-8"
@@ -30,9 +30,11 @@ class Request:
 
     method: str
     path: str
-    """Without the query, which no route has a use for."""
+    """Without the query."""
     headers: Mapping[str, str] = field(default_factory=dict)
     """By their names in lower case; those that came several times joined by commas."""
+    query: str = ""
+    """What follows the question mark; the page's alone."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +104,7 @@ class Routes:
         self._exposition = exposition
         self._reader = exposition.reader
         self._routes = {
-            "/": Route(self._index, shared=_alike),
+            "/": Route(self._page, shared=_asked),
             "/metrics": Route(self._metrics, shared=_variant),
             "/healthz": Route(_healthz, is_instant=True, is_open=True),
             "/readyz": Route(self._readyz, shared=_alike),
@@ -128,10 +130,20 @@ class Routes:
         problem = self._reader.scan(None).problem
         return plain(HTTPStatus.SERVICE_UNAVAILABLE, problem) if problem else plain(HTTPStatus.OK, "ok")
 
-    def _index(self, _request: Request) -> Response:
-        page = landing.page(self._reader.scan(None), self._reader.directory)
-        policy = ("Content-Security-Policy", "default-src 'none'; style-src 'unsafe-inline'")
-        return Response((page,), content_type="text/html; charset=utf-8", headers=(policy,))
+    def _page(self, request: Request) -> Response:
+        # Only now: most sidecars are never looked at, and the libraries for it would stay in memory.
+        from torchmem_exporter.page.render import assets, rendered
+        from torchmem_exporter.page.view import Looked
+
+        looked = Looked(*self._exposition.judged(), str(self._reader.directory))
+        status, body = rendered(looked, request.query)
+        headers = [("Vary", "Accept-Encoding"), ("Content-Security-Policy", assets().policy)]
+        headers.append(("Referrer-Policy", "no-referrer"))
+        pieces: Iterable[bytes] = (body,)
+        if accepts_gzip(request.headers.get("accept-encoding", "")):
+            pieces = packed(pieces)
+            headers.append(("Content-Encoding", "gzip"))
+        return Response(tuple(pieces), status, "text/html; charset=utf-8", tuple(headers))
 
 
 def metrics(exposition: Exposition, request: Request) -> Response:
@@ -150,6 +162,11 @@ def _variant(request: Request) -> Hashable:
     """What ``metrics`` makes of a request: everything of it that the answer depends on."""
     form = text.negotiate(request.headers.get("accept", ""))
     return form, accepts_gzip(request.headers.get("accept-encoding", "")), request.method == "GET"
+
+
+def _asked(request: Request) -> Hashable:
+    """What the page makes of a request."""
+    return request.query, accepts_gzip(request.headers.get("accept-encoding", ""))
 
 
 def _alike(_request: Request) -> Hashable:

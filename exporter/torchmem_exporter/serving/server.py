@@ -74,7 +74,7 @@ class Server:
 
     @property
     def url(self) -> str:
-        """Address of the landing page."""
+        """Address of the page."""
         scheme = "https" if self._service.guard.is_tls else "http"
         return f"{scheme}://{_address(self._host, self.port)}/"
 

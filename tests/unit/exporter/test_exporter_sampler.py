@@ -151,6 +151,24 @@ def test_unknown_figures_are_absent():
     assert got[catalog.OOMS] == {(JOB, "0", "cpu"): 0}
 
 
+def test_forecast_and_how_far_over_it():
+    """A job that misses its forecast would not be told of, or told of by another figure than its step peak."""
+    peak = make_record().devices[0].step_peak_bytes
+    got = values(running(make_record(forecast_bytes=peak // 2)))
+    on_device = (JOB, "0", "cuda:0")
+    assert got[catalog.FORECAST] == {on_device: peak // 2}
+    assert got[catalog.FORECAST_DRIFT_RATIO] == {on_device: peak / (peak // 2) - 1}
+    assert sum(got[catalog.STEP_PEAK].values()) == peak
+
+
+def test_forecast_is_known_before_it_can_be_compared():
+    """A job that has not stepped would seem to hold less than was forecast, or none to have a forecast of 0."""
+    got = values(running(make_record(step=0, forecast_bytes=1 << 30)))
+    assert catalog.FORECAST in got
+    assert catalog.FORECAST_DRIFT_RATIO not in got
+    assert not {catalog.FORECAST, catalog.FORECAST_DRIFT_RATIO} & values(running(make_record())).keys()
+
+
 def test_operations_of_one_clean_name_are_one():
     """Two series of one name and labels would make Prometheus refuse the whole scrape."""
     got = values(running(make_record(checkpoint_peaks={"sa\nve": 3, "save": 2, "copy": 0})))

@@ -1,0 +1,12 @@
+"""The page at ``/``: what this node's ranks hold now, for a human with a browser and no other server.
+
+    choice     which rank and device a query asks for          palette    a colour and a texture for each reftype
+    findings   what a rank's record warns of                   treemap    sizes to rectangles
+    view       what the page says, from a snapshot             timeline   a ring of steps to columns
+    words      numbers as text                                 drawing    both as SVG
+    render     the view as bytes of HTML                       page.html  page.css  page.js
+
+Invariants: nothing happens unless somebody asks; looking takes nothing away from any consumer of the metrics; the
+browser is asked to fetch nothing but the page itself; every text of a record is escaped and cut; at most
+``render.MAX_PAGE_BYTES``.
+"""
