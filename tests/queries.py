@@ -12,7 +12,8 @@ from torchmem_exporter import catalog
 
 SCRAPE_LABELS = frozenset({"job", "instance"})
 EXPOSED = {metric.prometheus_name: frozenset(metric.labels) | SCRAPE_LABELS for metric in catalog.METRICS}
-EXPOSED["up"] = SCRAPE_LABELS
+EXPOSED["up"] = EXPOSED["scrape_samples_scraped"] = SCRAPE_LABELS
+EXPOSED["ALERTS"] = frozenset({"alertname", "alertstate", "severity", "train_job", "labeler", "reason"})
 INCLUDE, BY = promql.LabelModifierType.Include, promql.AggModifierType.By
 SETS = {"and", "or", "unless"}
 

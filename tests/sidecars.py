@@ -56,7 +56,8 @@ def application(directory, clock=time.time, stale_after=60.0):
 def ask(app, path="/metrics", method="GET", **headers):
     """One request to routes in this process; headers as in ``accept_encoding="gzip"``."""
     named = {name.replace("_", "-"): value for name, value in headers.items()}
-    response = app.answer(Request(method, path, named))
+    path, _, query = path.partition("?")
+    response = app.answer(Request(method, path, named, query))
     return Reply(int(response.status), dict(response.all_headers), b"".join(response.pieces))
 
 

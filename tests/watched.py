@@ -40,10 +40,12 @@ def judgement(**changes):
     return Judgement(**{**fields, **changes})
 
 
-def device_look(device=None, growers=(), **changes):
+def device_look(device=None, growers=(), forecast_drift_ratio=None, **changes):
     """A device that was judged so."""
     return DeviceLook(
-        device or small_records.device(allocator=wire.Allocator()), Verdict(judgement(**changes), growers)
+        device or small_records.device(allocator=wire.Allocator()),
+        Verdict(judgement(**changes), growers),
+        forecast_drift_ratio,
     )
 
 

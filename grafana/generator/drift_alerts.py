@@ -223,6 +223,7 @@ def forecast_missed(settings: Settings) -> Alert:
         false_when=(
             "The forecast was made for another configuration, and the job has the memory.",
             "Compiled or fused operations keep other intermediates than the forecast's eager ones.",
+            "Checkpoints or evaluations hold more than a training step, and come so often that one is always recent.",
         ),
     )
     return Alert(

@@ -8,6 +8,7 @@ Known limit: ``up`` is Prometheus' own and has the labels that scraping gives ev
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from generator.settings import Settings
@@ -25,24 +26,32 @@ GROWER = "{{ .Labels.module }}/{{ .Labels.reftype }} +{{ .Value | humanize1024 }
 DEVICE_RATIO = "rank {{ .Labels.rank }} {{ .Labels.device }} {{ .Value | humanizePercentage }}"
 """Templates of one result."""
 
+_SIGNS = {"!": "!=", "~": "=~"}
+
 
 class UnknownLabelError(ValueError):
     """A selector asks for a label that the metric does not have."""
 
 
-def select(metric: Metric, window: str = "", **matchers: str) -> str:
+def select(metric: Metric, window: str = "", *, extra_labels: Collection[str] = (), **matchers: str) -> str:
     """A selector.
 
     Args:
         metric: from the catalog.
         window: of a range selector: a duration, and an offset where needed.
-        matchers: by label what it must be; ``"!cpu"`` is anything but ``cpu``.
+        extra_labels: which scraping adds, beyond the metric's own.
+        matchers: by label what it must be; ``"!cpu"`` is anything but ``cpu``, ``"~a|b"`` is what matches ``a|b``.
 
     Raises:
         UnknownLabelError: the metric has no such label.
     """
-    _check(metric, matchers)
+    _check(metric, set(matchers) - set(extra_labels))
     return metric.prometheus_name + _braces(matchers) + (f"[{window}]" if window else "")
+
+
+def select_recorded(name: str, **matchers: str) -> str:
+    """A selector of a recorded series; see ``select``."""
+    return name + _braces(matchers)
 
 
 def select_any(*metrics: Metric, **matchers: str) -> str:
@@ -53,18 +62,20 @@ def select_any(*metrics: Metric, **matchers: str) -> str:
     return "{" + ",".join(filter(None, [name, _braces(matchers).strip("{}")])) + "}"
 
 
-def _check(metric: Metric, matchers: dict[str, str]) -> None:
+def _check(metric: Metric, matchers: Iterable[str]) -> None:
     unknown = set(matchers) - set(metric.labels)
     if unknown:
         raise UnknownLabelError(f"{metric.prometheus_name} has no label {', '.join(sorted(unknown))}")
 
 
 def _braces(matchers: dict[str, str]) -> str:
-    parts = [
-        f'{label}!="{value[1:]}"' if value.startswith("!") else f'{label}="{value}"'
-        for label, value in matchers.items()
-    ]
+    parts = [f"{label}{_matcher(value)}" for label, value in matchers.items()]
     return "{" + ",".join(parts) + "}" if parts else ""
+
+
+def _matcher(value: str) -> str:
+    sign = _SIGNS.get(value[:1])
+    return f'{sign}"{value[1:]}"' if sign else f'="{value}"'
 
 
 @dataclass(frozen=True)

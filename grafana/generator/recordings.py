@@ -14,6 +14,7 @@ from torchmem_exporter import catalog
 
 RANK_INFO = "rank:torchmem_rank_info:max"
 RANK_STEP_PEAK = "rank:torchmem_memory_step_peak_bytes:sum"
+RANK_SKEW = "rank:torchmem_memory_skew_ratio:median"
 DEVICE_FILLED = "device:torchmem_memory_filled_ratio:max"
 HOST_FILLED = "host:torchmem_memory_filled_ratio:max"
 JOB_FILLED = "job:torchmem_memory_filled_ratio:max"
@@ -32,6 +33,9 @@ def recordings(settings: Settings) -> tuple[Recording, ...]:
     return (
         Recording(name=RANK_INFO, expr=_rank_info(to), about="who each living rank is, once; the join for the rest"),
         Recording(name=RANK_STEP_PEAK, expr=_rank_step_peak(to), about="step peak on accelerators; else on the CPU"),
+        Recording(
+            name=RANK_SKEW, expr=_rank_skew(to), about="step peak over the median of the ranks with the same work"
+        ),
         Recording(name=DEVICE_FILLED, expr=_device_filled(to), about="share of an accelerator used at the step peak"),
         Recording(
             name=HOST_FILLED, expr=_host_filled(to), about="share of a host's memory used by a job's ranks there"
@@ -98,6 +102,19 @@ def _rank_info(to: Levels) -> str:
 def _rank_step_peak(to: Levels) -> str:
     accelerators, cpu = (_once(to, select(catalog.STEP_PEAK, device=device)) for device in ("!cpu", "cpu"))
     return f"sum by ({to.rank}) ({accelerators})\nor\nsum by ({to.rank}) ({cpu})"
+
+
+def _rank_skew(to: Levels) -> str:
+    # Ranks that differ in their data only, not in their stage or shard of the model, should take the same.
+    peers = f"{to.job}, tp, pp"
+    placed = f"{RANK_STEP_PEAK} * on ({to.rank}) group_left (tp, pp) {RANK_INFO}"
+    return (
+        f"max by ({to.rank}) (\n"
+        f"  ({placed})\n"
+        f"  / on ({peers}) group_left ()\n"
+        f"  (quantile by ({peers}) (0.5, {placed}) > 0)\n"
+        ")"
+    )
 
 
 def _device_filled(to: Levels) -> str:

@@ -146,6 +146,10 @@ def labeler_down(settings: Settings) -> Alert:
         ),
         act=(
             "Read the reason; it names the exception. The job's log has its traceback.",
+            (
+                "Labeler `forecast`: nothing has lost its name; the file that `TORCHMEM_FORECAST` names cannot be "
+                "used, and the reason says what to do."
+            ),
             "After an upgrade of torch: is this torch among those that `torchmem validate` passes with?",
             "Restart the job to have the labeler back, and report the reason.",
         ),

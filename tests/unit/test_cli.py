@@ -146,6 +146,8 @@ def test_json_is_the_same_as_plain_data(write, capsys, tmp_path):
                     "usage_bytes": 5 * MIB,
                     "unattributed_bytes": MIB // 2,
                     "limit_bytes": 1024 * MIB,
+                    "forecast_bytes": None,
+                    "forecast_drift_ratio": None,
                     "total_bytes": 16 * MIB,
                     "holders": [
                         {"module": "layers.*", "reftype": None, "bytes": 7 * MIB, "share": 0.4375},
@@ -171,6 +173,15 @@ def test_parts_sum_to_the_total(write, capsys, tmp_path, book, by, top):
     whole = device["step_peak_bytes"] if book == "--peak" else device["usage_bytes"]
     assert [sum(parts), device["total_bytes"]] == [whole, whole]
     assert len(device["holders"]) <= top
+
+
+def test_forecast_is_told_with_how_far_the_step_peak_is_over_it(write, capsys, tmp_path):
+    """The user could not see whether the job keeps to its forecast."""
+    record = now(devices=[small_records.device(forecast_bytes=12 * MIB)])
+    assert "limit 1.00 GiB, forecast 12.00 MiB (+33.3%)\n" in drawn(record, "running")
+    write(record)
+    ((device,),) = (rank["devices"] for rank in shown(capsys, tmp_path))
+    assert (device["forecast_bytes"], device["forecast_drift_ratio"]) == (12 * MIB, 16 / 12 - 1)
 
 
 def test_states(write, capsys, tmp_path):

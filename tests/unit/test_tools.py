@@ -13,7 +13,28 @@ from pathlib import Path
 import pytest
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "tools.sh"
-PROGRAMS = ("prometheus", "promtool", "victoria-metrics", "prometheus-alertmanager")
+PROGRAMS = (
+    "prometheus",
+    "promtool",
+    "victoria-metrics",
+    "prometheus-alertmanager",
+    "amtool",
+    "docker-compose",
+    "chromium-headless-shell",
+    *(
+        "slurmd-wlm",
+        "slurmctld-wlm",
+        "slurmstepd-wlm",
+        "munged",
+        "srun",
+        "sbatch",
+        "scancel",
+        "scontrol",
+        "squeue",
+        "sinfo",
+    ),
+    *("buildah", "debootstrap"),
+)
 STARTED_SECONDS = 20.0
 
 

@@ -1,0 +1,37 @@
+/** Single numbers, large. */
+
+import { FieldColorModeId, getFieldDisplayValues } from '@grafana/data';
+import { BigValue, VizRepeater } from '@grafana/ui';
+
+export function Numbers({ panel, frames, theme, width, height }) {
+  const { reduceOptions, orientation, graphMode, colorMode, justifyMode, textMode, wideLayout } = panel.options;
+  const getValues = () =>
+    getFieldDisplayValues({
+      fieldConfig: panel.fieldConfig,
+      reduceOptions,
+      replaceVariables: (text) => text,
+      theme,
+      data: frames,
+      sparkline: graphMode !== 'none',
+      timeZone: 'utc',
+    });
+  const renderValue = ({ value: { display, sparkline, field }, width, height, count }) => {
+    if (sparkline) {
+      sparkline.yRange = { min: field.min, max: field.max };
+    }
+    return (
+      <BigValue
+        {...{ theme, width, height, count, colorMode, graphMode, justifyMode, textMode, wideLayout, sparkline }}
+        value={{ ...display, title: count === 1 && textMode === 'auto' ? undefined : display.title }}
+      />
+    );
+  };
+  return (
+    <VizRepeater
+      {...{ getValues, renderValue, width, height, orientation }}
+      source={frames}
+      renderCounter={0}
+      autoGrid
+    />
+  );
+}
