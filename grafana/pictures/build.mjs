@@ -4,8 +4,8 @@ import { cp, rm } from 'node:fs/promises';
 
 import { build } from 'esbuild';
 
-// Editors, maps and telemetry, which Grafana's components import and no panel drawn here opens; package.json installs an
-// empty package in their places.
+// Editors, maps and telemetry, which Grafana's components import and no panel drawn here opens; package.json installs
+// an empty package in their places.
 const UNUSED = /^(@grafana\/faro-web-sdk|@monaco-editor\/react|monaco-editor|ol)(\/|$)/;
 
 const unused = {

@@ -1,13 +1,13 @@
 /**
- * Draws dashboards from a running Prometheus: one PNG each, and on standard output one line of JSON for each panel: its
- * dashboard, title and type, its state (data, empty or error; the last two with their reason), and its ink, the share of
- * it below the title that is not background.
+ * Draws dashboards from a running Prometheus: one PNG each, and on standard output one line of JSON for each panel:
+ * its dashboard, title and type, its state (data, empty or error; the last two with their reason), and its ink, the
+ * share of it below the title that is not background.
  *
  *     node draw.mjs --prometheus http://localhost:9090 --chromium PATH --out FOLDER [options] DASHBOARD.json...
  *
- * `--minutes N` before now (60), `--scrape SECONDS` between scrapes (15), `--theme dark|light`, `--width PIXELS` (1400),
- * `--colours N` in a picture (128), `--var NAME=VALUE` any number of times. Needs `npm run build`. Exit status: 0 all
- * dashboards are drawn, whatever their panels hold; 1 one is not.
+ * `--minutes N` before now (60), `--scrape SECONDS` between scrapes (15), `--theme dark|light`, `--width PIXELS`
+ * (1400), `--colours N` in a picture (128), `--var NAME=VALUE` any number of times. Needs `npm run build`. Exit status:
+ * 0 all dashboards are drawn, whatever their panels hold; 1 one is not.
  */
 
 import { readFile, writeFile } from 'node:fs/promises';

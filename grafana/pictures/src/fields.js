@@ -1,4 +1,4 @@
-/** From frames to what a panel shows: its transformations, units, thresholds and overrides, done by Grafana's library. */
+/** From frames to what a panel shows: transformations, units, thresholds and overrides, done by Grafana's library. */
 
 import {
   FieldConfigOptionsRegistry,

@@ -1,6 +1,6 @@
 /**
- * The page: one dashboard, as its address says (`dashboard`: address of its JSON; `minutes` before now; `scrape`: seconds
- * between scrapes; `theme`: dark or light; `var-NAME`: values of variables). Asks Prometheus at this page's own origin.
+ * The page: one dashboard, as its address says (`dashboard`: address of its JSON; `minutes` before now; `scrape`:
+ * seconds between scrapes; `theme`: dark or light; `var-NAME`: values of variables). Asks Prometheus at its own origin.
  * Once all panels have their answers and are drawn, `document.body.dataset.state` is "drawn".
  */
 
