@@ -5,7 +5,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test slow lint format bench generate panels schema tools clean runtime dev
+.PHONY: help demo test slow lint format bench generate panels pictures schema tools clean runtime dev
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -41,6 +41,9 @@ generate: dev ## Write rules, alerts, runbooks and dashboards from their catalog
 panels: dev ## Write what each dashboard panel returned over a real Prometheus: grafana/dashboards/PANELS.md
 	@TORCHMEM_PANELS=grafana/dashboards/PANELS.md $(BIN)/python -m pytest -q tests/integration/grafana/test_dashboards_live.py
 
+pictures: dev ## Draw the dashboards from a live fleet into docs/pictures
+	@PYTHONPATH=grafana $(BIN)/python tests/pictures.py
+
 schema: ## Make the schema that dashboards are held against from Grafana's own types
 	@grafana/schema/make.sh
 
@@ -49,7 +52,7 @@ tools: ## Unpack the real servers that the tests talk to into .tools
 	@scripts/npm.sh grafana/pictures tests/crds
 
 clean: ## Remove everything that make has made here
-	rm -rf .venv .tools .demo .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist ./*.egg-info
+	rm -rf .venv .tools .demo .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist grafana/pictures/dist ./*.egg-info
 	find . \( -name __pycache__ -o -name node_modules \) -type d -prune -exec rm -rf {} +
 
 runtime dev:
