@@ -7,10 +7,10 @@
  *
  * `--minutes N` before now (60), `--scrape SECONDS` between scrapes (15), `--theme dark|light`, `--width PIXELS`
  * (1400), `--colours N` in a picture (128), `--var NAME=VALUE` any number of times. Needs `npm run build`. Exit status:
- * 0 all dashboards are drawn, whatever their panels hold; 1 one is not.
+ * 0 all dashboards are drawn, whatever their panels hold; 1 one is not; 2 something is not given.
  */
 
-import { readFile, writeFile } from 'node:fs/promises';
+import { mkdir, readFile, writeFile } from 'node:fs/promises';
 import { createServer, request } from 'node:http';
 import { basename, extname, join } from 'node:path';
 import { parseArgs } from 'node:util';
@@ -33,6 +33,10 @@ const TYPES = {
   '.woff2': 'font/woff2',
 };
 
+const USAGE =
+  'node draw.mjs --prometheus URL --chromium PATH --out FOLDER [--minutes N] [--scrape SECONDS] [--theme dark|light]' +
+  ' [--width PIXELS] [--colours N] [--var NAME=VALUE]... DASHBOARD.json...';
+
 const { values: options, positionals: dashboards } = parseArgs({
   allowPositionals: true,
   options: {
@@ -45,8 +49,15 @@ const { values: options, positionals: dashboards } = parseArgs({
     width: { type: 'string', default: '1400' },
     colours: { type: 'string', default: '128' },
     var: { type: 'string', multiple: true, default: [] },
+    help: { type: 'boolean', default: false },
   },
 });
+
+const { help, prometheus, chromium: binary, out } = options;
+if (help || !(prometheus && binary && out && dashboards.length)) {
+  console.error(USAGE);
+  process.exit(help ? 0 : 2);
+}
 
 /** The built page, the dashboards below /dashboards and, so that all has one origin, Prometheus below /api. */
 function serve() {
@@ -75,7 +86,7 @@ function fileAt(path) {
 }
 
 function forward(asked, answer) {
-  const passed = request(new URL(asked.url, options.prometheus), (given) => {
+  const passed = request(new URL(asked.url, prometheus), (given) => {
     answer.writeHead(given.statusCode, given.headers);
     given.pipe(answer);
   });
@@ -106,7 +117,7 @@ async function draw(browser, port, file) {
     for (const { box, ...panel } of await page.$$eval('[data-panel]', described)) {
       console.log(JSON.stringify({ dashboard: name, ...panel, ink: ink(picture, box) }));
     }
-    await writeFile(join(options.out, `${name}.png`), small(picture));
+    await writeFile(join(out, `${name}.png`), small(picture));
   } finally {
     await page.close();
   }
@@ -144,8 +155,9 @@ function small({ width, height, pixels }) {
   return Buffer.from(UPNG.encode([pixels.buffer], width, height, Number(options.colours)));
 }
 
+await mkdir(out, { recursive: true });
 const server = await serve();
-const browser = await chromium.launch({ executablePath: options.chromium, args: FLAGS });
+const browser = await chromium.launch({ executablePath: binary, args: FLAGS });
 let status = 0;
 try {
   for (const file of dashboards) {
