@@ -35,7 +35,7 @@ PROGRAMS = (
     ),
     *("buildah", "debootstrap"),
 )
-STARTED_SECONDS = 20.0
+STARTED_SECONDS = 60.0
 
 
 @pytest.fixture
