@@ -22,6 +22,8 @@ import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
+
 LOOPBACK = "127.0.0.1"
 TOOLS = Path(__file__).resolve().parent.parent / ".tools" / "usr" / "bin"
 START_SECONDS = 30.0
@@ -38,6 +40,21 @@ def find_program(name):
         return str(Path(package.origin).parent / name) if package else None
     ours = f"{TOOLS}{os.pathsep}{Path(sys.executable).parent}"
     return shutil.which(name, path=ours) or shutil.which(name)
+
+
+def find_tool(name, source="`make tools` unpacks it"):
+    """Path of a real server's binary; without one the test is skipped, but fails where it must be there."""
+    path = find_program(name)
+    if path:
+        return path
+    return missing(f"{name} is missing: {source}")
+
+
+def missing(reason):
+    """Skips the test, or fails it where nothing may be missing."""
+    if os.environ.get("CI") or os.environ.get("TORCHMEM_REQUIRE_TOOLS") == "1":
+        pytest.fail(reason)
+    pytest.skip(reason)
 
 
 def free_address():

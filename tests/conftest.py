@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import importlib
-import os
 import subprocess
 
 import hypothesis
 import pytest
 
 import deploys
-from backends import find_program
+from backends import find_tool, missing
 from manifests import has_operator_schemas
 
 hypothesis.settings.register_profile("busy machine", deadline=None)  # a slow example says nothing on shared cores
@@ -27,20 +26,6 @@ def pytest_collection_modifyitems(items):
     if not torch.cuda.is_available():
         for item in on_gpu:
             item.add_marker(pytest.mark.skip(reason="torch has no CUDA device here"))
-
-
-def find_tool(name, source="`make tools` unpacks it"):
-    """Path of a real server's binary; without one the test is skipped, but fails where it must be there."""
-    path = find_program(name)
-    if path:
-        return path
-    return _missing(f"{name} is missing: {source}")
-
-
-def _missing(reason):
-    if os.environ.get("CI") or os.environ.get("TORCHMEM_REQUIRE_TOOLS") == "1":
-        pytest.fail(reason)
-    pytest.skip(reason)
 
 
 @pytest.fixture(scope="session")
@@ -104,7 +89,7 @@ def docker_compose():
 def operator_schemas():
     """The schemas of the Prometheus operator, and the Node that runs them."""
     if not has_operator_schemas():
-        _missing("@kubernetes-models/prometheus-operator is missing: `make tools` installs it where npm is")
+        missing("@kubernetes-models/prometheus-operator is missing: `make tools` installs it where npm is")
 
 
 @pytest.fixture(scope="session")
@@ -113,7 +98,7 @@ def helm():
     try:
         return importlib.import_module("helm_python")
     except ImportError as error:
-        _missing(f"helm_python cannot be imported ({error}): the package helm-python-sdk brings it for Linux on x86-64")
+        missing(f"helm_python cannot be imported ({error}): the package helm-python-sdk brings it for Linux on x86-64")
 
 
 def pytest_terminal_summary(terminalreporter):

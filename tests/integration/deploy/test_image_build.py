@@ -15,8 +15,7 @@ import pytest
 
 import deploys
 import images
-from backends import free_address, get, running, wait_until
-from conftest import find_tool
+from backends import find_tool, free_address, get, running, wait_until
 from records import living, make_record
 from sidecars import states
 

@@ -13,9 +13,8 @@ import pytest
 
 import deploys
 import slurms
-from backends import get, wait_until
+from backends import find_tool, get, wait_until
 from backends import prometheus as run_prometheus
-from conftest import find_tool
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(420)]
 

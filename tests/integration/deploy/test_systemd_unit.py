@@ -19,10 +19,9 @@ import pytest
 
 import deploys
 import sandbox
-from backends import free_address, get, running, wait_until
+from backends import find_tool, free_address, get, running, wait_until
 from backends import rotel as run_rotel
 from backends import victoria_metrics as run_victoria_metrics
-from conftest import find_tool
 from records import living, make_record
 from sidecars import states
 
