@@ -267,5 +267,5 @@ _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "post-mortem": _post_mortem,
     "show": _show,
     "validate": _validate,
-    "watch": lambda arguments: watching.run(arguments, print_drawn),
+    "watch": watching.run,
 }

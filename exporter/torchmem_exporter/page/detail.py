@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from torchmem.model import folded
-from torchmem.wire.record import Device, Record, forecast_drift_ratio
+from torchmem.wire.record import Device, Record, filled_share, forecast_drift_ratio
 from torchmem_exporter.drift.composition import Composition, Part, composition
 from torchmem_exporter.drift.drift import Judgement
 from torchmem_exporter.drift.judge import Grower, Verdict
 from torchmem_exporter.labels import clean_label
 from torchmem_exporter.page.choice import Choice
-from torchmem_exporter.page.findings import Finding, filled, findings
+from torchmem_exporter.page.findings import Finding, findings
 from torchmem_exporter.page.palette import order_of
 from torchmem_exporter.page.timeline import Timeline, timeline
 from torchmem_exporter.page.words import moment, percent, rate, shown, signed_percent, size, span, until
@@ -193,7 +193,7 @@ def _labelers(record: Record) -> list[Worker]:
 
 
 def _facts(rank: Rank, device: Device, judgement: Judgement | None, now: float) -> Iterator[Fact]:
-    share = filled(device)
+    share = filled_share(device)
     yield Fact("Step peak", size(device.step_peak_bytes))
     if device.limit_bytes is not None:
         yield Fact("Device's limit", size(device.limit_bytes))

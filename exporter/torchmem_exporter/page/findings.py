@@ -8,18 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from torchmem.wire.record import Device, forecast_drift_ratio
+from torchmem.wire.record import Device, filled_share, forecast_drift_ratio
+from torchmem_exporter.causes import FULL_SHARE, MISSED_RATIO, WORDS
 from torchmem_exporter.drift.judge import Verdict
 from torchmem_exporter.page.words import percent, rate, shown, signed_percent, size, span, until
 from torchmem_exporter.reading.lifecycle import State
 from torchmem_exporter.reading.reader import Rank
-
-WORDS = ("crashed", "stale", "oom", "full", "drift", "leak", "forecast", "labeler")
-"""The worst first."""
-FULL_SHARE = 0.95
-"""Of the device's limit, at the step peak."""
-FORECAST_MISS = 0.10
-"""Over the forecast."""
 
 
 class Finding(NamedTuple):
@@ -51,14 +45,6 @@ def findings(rank: Rank, verdicts: Mapping[str, Verdict], now: float) -> list[Fi
     return sorted(found, key=lambda one: WORDS.index(one.word))
 
 
-def filled(device: Device) -> float | None:
-    """Share of a device's limit in use at the step peak, what others hold there included; None where it is unknown."""
-    if device.limit_bytes is None or device.limit_bytes <= 0:
-        return None
-    held = device.step_peak_bytes + max(0, device.unattributed_bytes) + max(0, device.other_bytes or 0)
-    return held / device.limit_bytes
-
-
 def _of_life(rank: Rank, now: float) -> Iterator[Finding]:
     age = span(now - rank.record.clock.written_at)
     if rank.state is State.CRASHED:
@@ -80,7 +66,7 @@ def _of_failures(rank: Rank) -> Iterator[Finding]:
 
 
 def _of_device(rank: Rank, device: Device, verdict: Verdict, now: float) -> Iterator[Finding]:
-    name, share, judgement = shown(device.name), filled(device), verdict.judgement
+    name, share, judgement = shown(device.name), filled_share(device), verdict.judgement
     first = verdict.growers[0] if verdict.growers else None
     who = f"; most grown: {shown(first.module)} {shown(first.reftype)} +{size(first.num_bytes)}" if first else ""
     if share is not None and share >= FULL_SHARE:
@@ -95,7 +81,7 @@ def _of_device(rank: Rank, device: Device, verdict: Verdict, now: float) -> Iter
         when = f", full {until(end - now)}" if end is not None and rank.state.is_alive else ""
         yield Finding("leak", f"{name} leaks{by}{when}{who}")
     missed = forecast_drift_ratio(rank.record, device)
-    if missed is not None and missed > FORECAST_MISS:
+    if missed is not None and missed > MISSED_RATIO:
         yield Finding("forecast", f"{name} peaks {signed_percent(missed)} over what was forecast")
 
 

@@ -10,12 +10,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-from torchmem.wire.record import Device
+from torchmem.wire.record import Device, filled_share
+from torchmem_exporter.causes import WORDS
 from torchmem_exporter.drift.judge import Verdict
 from torchmem_exporter.labels import clean_label
 from torchmem_exporter.page.choice import Choice
 from torchmem_exporter.page.detail import MAX_PARTS, Detail, detail, ordered
-from torchmem_exporter.page.findings import WORDS, Finding, filled, findings
+from torchmem_exporter.page.findings import Finding, findings
 from torchmem_exporter.page.words import rate, shown, signed_percent, span
 from torchmem_exporter.reading.lifecycle import State
 from torchmem_exporter.reading.reader import Rank, Snapshot
@@ -237,7 +238,7 @@ def _row(one: _Seen, choice: Choice, now: float, *, is_chosen: bool) -> Row:
         rank=one.number,
         state=rank.state.value,
         step=rank.record.clock.step,
-        share=filled(device) if device else None,
+        share=filled_share(device) if device else None,
         peak_bytes=device.step_peak_bytes if device else None,
         limit_bytes=device.limit_bytes if device else None,
         drift="" if judgement is None or judgement.drift_ratio is None else signed_percent(judgement.drift_ratio),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from datetime import datetime, timezone
 
-from torchmem.wire.ranks import printable
+from torchmem.wire import ranks
 from torchmem_exporter.labels import clean_label
 
 MAX_NAME = 60
@@ -22,7 +22,7 @@ _LONG_SECONDS = 365 * 86400.0
 
 def shown(text: str, max_characters: int = MAX_NAME) -> str:
     """A name from a record; a long one keeps its head and its tail."""
-    text = printable(clean_label(text))
+    text = ranks.printable(clean_label(text))
     if len(text) <= max_characters:
         return text
     tail = (max_characters - 1) // 2
@@ -60,18 +60,8 @@ def signed_percent(ratio: float) -> str:
 
 
 def span(seconds: float) -> str:
-    """A length of time as people say it; a negative one, as of clocks that differ, is none."""
-    if not math.isfinite(seconds):
-        return "an unknown time"
-    seconds = max(0.0, seconds)
-    if seconds > _LONG_SECONDS:
-        return "over a year"
-    minutes, hours, days = (int(seconds // unit) for unit in (60, _HOUR, 86400))
-    if days:
-        return f"{days} d {hours % 24} h"
-    if hours:
-        return f"{hours} h {minutes % 60} min"
-    return f"{minutes} min {int(seconds) % 60} s" if minutes else f"{int(seconds)} s"
+    """A length of time as people say it, no more exactly than matters."""
+    return "over a year" if _LONG_SECONDS < seconds < math.inf else ranks.span(seconds)
 
 
 def moment(unix_seconds: float) -> str:

@@ -19,7 +19,6 @@ from generator.dashboards.panels import (
     PLAIN,
     RATIO,
     REFTYPES,
-    WARNING,
     Query,
     Show,
     above,
@@ -260,7 +259,7 @@ def _changing(scope: Scope) -> Row:
                 about="Step peak of each job over its baseline, less one. Flat is well. A step up came with a change "
                 "of shapes or code; a ramp is a leak.",
                 unit=RATIO,
-                limits=((None, GOOD), (scope.settings.min_drift_ratio, WARNING)),
+                limits=above(scope.settings.min_drift_ratio),
                 no_value="no baseline yet",
             ),
             Query(scope.recorded(JOB_DRIFT), "{{train_job}}"),

@@ -9,8 +9,6 @@ handed to ``fail``; modules and tensors are held weakly.
 
 from __future__ import annotations
 
-import functools
-import sys
 import weakref
 from collections.abc import Callable, Iterable
 from types import MethodType
@@ -40,7 +38,7 @@ class Books(Protocol):
 
 
 class Hook:
-    """Enters or leaves a module; a copied model's hooks go on booking for the same module."""
+    """Enters or leaves a module."""
 
     __slots__ = ("_act", "_owner")
 
@@ -51,12 +49,6 @@ class Hook:
     def __call__(self, *_: Any) -> None:
         """Books it."""
         self._act(self._owner)
-
-    def __deepcopy__(self, _memo: dict[int, Any]) -> Self:
-        return self
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return functools.partial, (sys.audit, "torchmem.unpickled_hook")
 
 
 class TensorGroup:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torchmem.command_line import complain, print_drawn, print_json, whole
 from torchmem.errors import TorchmemError
 
 if TYPE_CHECKING:
@@ -47,9 +48,7 @@ def add_parser(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("function", metavar="MODULE:FUNCTION", help="a module's name or a file, and a function in it")
-    parser.add_argument(
-        "--world-size", metavar="N", type=_at_least_one, help="ranks of the job (default: 1, or the mesh's)"
-    )
+    parser.add_argument("--world-size", metavar="N", type=whole(1), help="ranks of the job (default: 1, or the mesh's)")
     parser.add_argument("--mesh", metavar="NAME=N,...", type=_mesh, default={}, help="dimensions of the device mesh")
     parser.add_argument(
         "--device", choices=("cpu", "cuda"), default="cpu", help="device to forecast for (default: cpu)"
@@ -67,8 +66,8 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("--sweep", metavar="NAME=V,V,...", type=_sweep, help="forecast each value of an argument")
     parser.add_argument("--capacity", metavar="SIZE", type=size_bytes, help="memory of the device, such as 80GiB")
-    parser.add_argument("--depth", metavar="N", type=_at_least_one, default=2, help="how deep modules are told apart")
-    parser.add_argument("--top", metavar="N", type=_at_least_one, default=10, help="modules shown (default: 10)")
+    parser.add_argument("--depth", metavar="N", type=whole(1), default=2, help="how deep modules are told apart")
+    parser.add_argument("--top", metavar="N", type=whole(1), default=10, help="modules shown (default: 10)")
     parser.add_argument(
         "--unfold", action="store_true", help="show each layer apart instead of summing them as layers.*"
     )
@@ -83,12 +82,12 @@ def run(arguments: argparse.Namespace) -> int:
         world_size = arguments.world_size or _product(arguments.mesh)
         ranks = [world_size - 1 if rank == "last" else int(rank) for rank in arguments.ranks]
     except _UsageError as error:
-        _complain(str(error))
+        complain(str(error))
         return BAD_ARGUMENTS
     swept = arguments.sweep
     given = dict(arguments.set)
     if swept and arguments.save:
-        _complain("--save keeps one forecast: leave out --sweep")
+        complain("--save keeps one forecast: leave out --sweep")
         return BAD_ARGUMENTS
     try:
         from torchmem.forecasting.job import forecast
@@ -117,7 +116,7 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.save:
             result.save(arguments.save)
     except TorchmemError as error:
-        _complain(str(error))
+        complain(str(error))
         return 1
     _print(result, arguments)
     return 0 if _is_good(result, arguments) else 1
@@ -131,21 +130,15 @@ def _is_good(result: Any, arguments: argparse.Namespace) -> bool:
 
 def _print(result: Any, arguments: argparse.Namespace) -> None:
     if arguments.json:
-        import json
-
-        sys.stdout.write(json.dumps(_as_data(result, arguments), indent=2, allow_nan=False) + "\n")
+        print_json(_as_data(result, arguments))
         return
-    from rich.console import Console
-
     from torchmem.forecasting import show
 
-    console = Console(highlight=False)
-    with console.capture() as drawn:
-        if arguments.sweep:
-            show.draw_sweep(console, result, arguments.capacity)
-        else:
-            show.draw(console, result, capacity_bytes=arguments.capacity, top=arguments.top, fold=not arguments.unfold)
-    sys.stdout.writelines(drawn.get().splitlines(keepends=True))
+    capacity, top, fold = arguments.capacity, arguments.top, not arguments.unfold
+    if arguments.sweep:
+        print_drawn(lambda console: show.draw_sweep(console, result, capacity))
+    else:
+        print_drawn(lambda console: show.draw(console, result, capacity_bytes=capacity, top=top, fold=fold))
 
 
 def _as_data(result: Any, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -238,12 +231,6 @@ def size_bytes(text: str) -> int:
     return int(float(found[1]) * (_UNITS | _BINARY_UNITS)[unit])
 
 
-def _at_least_one(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
-    return int(text)
-
-
 def _mesh(text: str) -> dict[str, int]:
     pairs = [part.partition("=") for part in text.split(",")]
     mesh = {name.strip(): int(size) for name, _, size in pairs if name.strip() and size.strip().isdecimal()}
@@ -288,7 +275,3 @@ def _plain(text: str) -> Plain:
         with contextlib.suppress(ValueError):
             return kind(text)
     return text
-
-
-def _complain(line: str) -> None:
-    sys.stderr.write(f"torchmem: {line}\n")

@@ -5,21 +5,16 @@ Invariants: torch-free and pure; text from a record is stripped of what could dr
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
 from torchmem.postmortem_show import moment
 from torchmem.show import binary
 from torchmem.watching.look import DeviceLook, RankLook
-from torchmem.wire.ranks import printable
+from torchmem.wire.ranks import printable, span
+from torchmem.wire.record import filled_share
+from torchmem_exporter.causes import FULL_SHARE, MISSED_RATIO
 
-WORDS = ("crashed", "stale", "oom", "full", "drift", "leak", "forecast", "labeler")
-"""The worst first."""
-FULL_SHARE = 0.95
-"""Of the device's limit, at the step peak."""
-MISSED_RATIO = 0.10
-"""Of the step peak over its forecast, less one; as in the alert on it."""
 LONG_SECONDS = 365 * 86400.0
 
 
@@ -70,7 +65,7 @@ def _of_failures(rank: RankLook) -> Iterator[Alert]:
 
 def _of_device(one: DeviceLook, now: float) -> Iterator[Alert]:
     device, judgement = one.device, one.verdict.judgement
-    name, share = _own(device.name), filled(one)
+    name, share = _own(device.name), filled_share(device)
     if share is not None and share >= FULL_SHARE:
         yield Alert("full", f"{name} is {share:.0%} full at the step peak, of {binary(device.limit_bytes or 0)}")
     who = _who(one)
@@ -99,15 +94,6 @@ def _who(one: DeviceLook) -> str:
     return f": {_own(growers[0].module)} {_own(growers[0].reftype)} +{binary(growers[0].num_bytes)}" if growers else ""
 
 
-def filled(one: DeviceLook) -> float | None:
-    """Share of a device's limit that is in use at the step peak, what others hold there included; None if unknown."""
-    device = one.device
-    if device.limit_bytes is None or device.limit_bytes <= 0:
-        return None
-    held = device.step_peak_bytes + max(0, device.unattributed_bytes) + max(0, device.other_bytes or 0)
-    return held / device.limit_bytes
-
-
 def _end(exhausted_at: float | None, now: float) -> str:
     """When the limit is reached, in words."""
     if exhausted_at is None:
@@ -123,19 +109,6 @@ def rate(bytes_per_second: float) -> str:
     if abs(bytes_per_second) >= 1024:  # noqa: PLR2004  # a KiB
         return f"{binary(round(bytes_per_second))}/s"
     return f"{binary(round(bytes_per_second * 3600))}/h"
-
-
-def span(seconds: float) -> str:
-    """A length of time as people say it; one that is negative, as of clocks that differ, is none."""
-    if not math.isfinite(seconds):
-        return "an unknown time"
-    seconds = max(0.0, seconds)
-    minutes, hours, days = (int(seconds // unit) for unit in (60, 3600, 86400))
-    if days:
-        return f"{days} d {hours % 24} h"
-    if hours:
-        return f"{hours} h {minutes % 60} min"
-    return f"{minutes} min {int(seconds) % 60} s" if minutes else f"{int(seconds)} s"
 
 
 def _own(text: str) -> str:

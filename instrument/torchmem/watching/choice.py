@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from torchmem.show import Book
-from torchmem.watching.alerts import filled
 from torchmem.watching.look import DeviceLook, Look, RankLook
+from torchmem.wire.record import filled_share
 
 WIDE = 110
 """Columns from which on growers stand beside the holders."""
@@ -59,7 +59,7 @@ class Choice:
         if self.order is Order.DRIFT:
             ratio = one.verdict.judgement.drift_ratio
             return -math.inf if ratio is None else ratio
-        share = filled(one)
+        share = filled_share(one.device)
         return one.device.step_peak_bytes if share is None else share
 
     def position(self, ranks: list[RankLook]) -> int:

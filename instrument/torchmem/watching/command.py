@@ -10,9 +10,9 @@ import argparse
 import logging
 import os
 import sys
-from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from torchmem.command_line import add_directory, complain, print_drawn, records_dir, whole
 
 if TYPE_CHECKING:
     from torchmem.watching.look import Watcher
@@ -40,19 +40,13 @@ def add_parser(commands: Any) -> None:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "directory",
-        metavar="DIR",
-        nargs="?",
-        type=Path,
-        help="directory of the records, or a job's folder in it (default: TORCHMEM_DIR, else where jobs write)",
-    )
+    add_directory(parser)
     parser.add_argument("--job", metavar="J", help="only this training job")
     parser.add_argument(
         "--interval", metavar="SECONDS", type=_interval, default=1.0, help="between two looks (default: 1)"
     )
     parser.add_argument(
-        "--top", metavar="N", type=_top, help="rows of holders shown, the rest summed (default: what fits)"
+        "--top", metavar="N", type=whole(1), help="rows of holders shown, the rest summed (default: what fits)"
     )
 
 
@@ -66,31 +60,16 @@ def _interval(text: str) -> float:
     return seconds
 
 
-def _top(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
-    return int(text)
-
-
-def run(arguments: argparse.Namespace, print_drawn: Callable[[Callable[[Any], None]], None]) -> int:
-    """Runs the command.
-
-    Args:
-        arguments: of the parser.
-        print_drawn: prints what a function draws on a console.
-
-    Returns:
-        The exit status: 0, 1 where Textual is missing or fails, 128 and the number of the signal that ended it.
-    """
+def run(arguments: argparse.Namespace) -> int:
+    """Runs the command; returns its status: 0, 1 without a working Textual, 128 and the signal that ended it."""
     from torchmem.watching.look import Watcher
-    from torchmem.wire.store import default_dir
 
     # A sidecar's state that cannot be read costs only a head start; what is logged of it is for its operators.
     logging.getLogger("torchmem_exporter").addHandler(logging.NullHandler())
-    watcher = Watcher(arguments.directory or Path(os.environ.get("TORCHMEM_DIR") or default_dir()), arguments.job)
+    watcher = Watcher(records_dir(arguments.directory), arguments.job)
     if is_terminal():
         return _live(watcher, arguments)
-    _snapshot(watcher, arguments.top or SNAPSHOT_TOP, print_drawn)
+    _snapshot(watcher, arguments.top or SNAPSHOT_TOP)
     return 0
 
 
@@ -108,22 +87,18 @@ def _live(watcher: Watcher, arguments: argparse.Namespace) -> int:
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "textual":
             raise
-        _complain(MISSING)
+        complain(MISSING)
         return 1
     app = WatchApp(watcher, arguments.interval, arguments.top, sys.stdout.encoding or "ascii")
     status = app.run(mouse=False)  # so that the terminal's own selection works
     return app.return_code or status or 0
 
 
-def _snapshot(watcher: Watcher, top: int, print_drawn: Callable[[Callable[[Any], None]], None]) -> None:
+def _snapshot(watcher: Watcher, top: int) -> None:
     from torchmem.watching.choice import Choice
     from torchmem.watching.drawing import snapshot
     from torchmem.watching.lines import Page
 
     look = watcher.look()
     print_drawn(lambda console: console.print(snapshot(Page(look, Choice(), console.encoding), console.width, top)))
-    _complain(HINT)
-
-
-def _complain(line: str) -> None:
-    sys.stderr.write(f"torchmem: {line}\n")
+    complain(HINT)

@@ -15,7 +15,7 @@ from rich.text import Text
 from torchmem import show
 from torchmem.model import Phase
 from torchmem.show import By, binary
-from torchmem.watching.alerts import FULL_SHARE, WORDS, Alert, alerts, filled, is_missed, rate, span
+from torchmem.watching.alerts import Alert, alerts, is_missed, rate
 from torchmem.watching.lines import (
     BAD,
     HEAD,
@@ -33,7 +33,9 @@ from torchmem.watching.lines import (
 )
 from torchmem.watching.look import DeviceLook, Look, RankLook
 from torchmem.watching.rank_table import ranks
-from torchmem.wire.ranks import printable
+from torchmem.wire.ranks import printable, span
+from torchmem.wire.record import filled_share
+from torchmem_exporter.causes import FULL_SHARE, WORDS
 from torchmem_exporter.drift.drift import Judgement
 from torchmem_exporter.drift.ring_steps import Step
 
@@ -110,7 +112,7 @@ def _state(rank: RankLook, one: DeviceLook | None, now: float) -> Text:
     """All that is judged of a rank and a device, in one line; what is bad ends in an exclamation mark."""
     words: list[tuple[str, str, bool]] = []
     if one is not None:
-        judgement, share, num_ooms = one.verdict.judgement, filled(one), one.device.allocator.num_ooms
+        judgement, share, num_ooms = one.verdict.judgement, filled_share(one.device), one.device.allocator.num_ooms
         words.append(("level", _level(judgement), judgement.is_level_drifting))
         words.append(("floor", _floor(judgement), judgement.is_floor_growing))
         if share is not None:

@@ -13,11 +13,12 @@ from rich.text import Text
 
 from torchmem import show
 from torchmem.show import Book, binary
-from torchmem.watching.alerts import FULL_SHARE, alerts, rate
+from torchmem.watching.alerts import alerts, rate
 from torchmem.watching.choice import window
 from torchmem.watching.lines import BAD, GOOD, HEAD, MAX_NAME, QUIET, Page, cut, percent, rank_number
 from torchmem.watching.look import DeviceLook, RankLook
 from torchmem.wire.record import Identity
+from torchmem_exporter.causes import FULL_SHARE
 
 CHOSEN = "reverse"
 MAX_WORDS = 12

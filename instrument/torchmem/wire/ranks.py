@@ -8,6 +8,7 @@ Limits: a snapshot of the records as they lie; whether a rank is stale is judged
 from __future__ import annotations
 
 import errno
+import math
 import os
 import time
 from collections.abc import Iterator
@@ -119,6 +120,19 @@ def _state(record: Record, *, held: bool) -> str:
     if not held:
         return "crashed"
     return "running" if time.time() - record.clock.written_at <= STALE_SECONDS else "stale"
+
+
+def span(seconds: float) -> str:
+    """A length of time as people say it; one that is negative, as of clocks that differ, is none."""
+    if not math.isfinite(seconds):
+        return "an unknown time"
+    seconds = max(0.0, seconds)
+    minutes, hours, days = (int(seconds // unit) for unit in (60, 3600, 86400))
+    if days:
+        return f"{days} d {hours % 24} h"
+    if hours:
+        return f"{hours} h {minutes % 60} min"
+    return f"{minutes} min {int(seconds) % 60} s" if minutes else f"{int(seconds)} s"
 
 
 def printable(text: str) -> str:

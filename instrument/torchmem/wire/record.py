@@ -201,6 +201,14 @@ def forecast_drift_ratio(record: Record, device: Device) -> float | None:
     return device.step_peak_bytes / device.forecast_bytes - 1
 
 
+def filled_share(device: Device) -> float | None:
+    """Share of a device's limit in use at the step peak, what others hold there included; None where it is unknown."""
+    if device.limit_bytes is None or device.limit_bytes <= 0:
+        return None
+    held = device.step_peak_bytes + max(0, device.unattributed_bytes) + max(0, device.other_bytes or 0)
+    return held / device.limit_bytes
+
+
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Record)
 

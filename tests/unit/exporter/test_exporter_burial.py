@@ -80,7 +80,7 @@ def test_the_move_costs_no_second_reading(reader, tmp_path, clock, monkeypatch):
 
 
 def test_a_look_moves_nothing(reader, tmp_path, clock):
-    """Opening the landing page would change the directory."""
+    """Opening the page would change the directory."""
     leave(tmp_path, make_record())
     clock.now = WRITTEN_AT + 100
     assert shown(reader, None) == CRASHED

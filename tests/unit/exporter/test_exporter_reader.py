@@ -60,7 +60,7 @@ def test_reasons_are_there_at_zero(reader):
 
 
 def test_a_look_changes_nothing(reader, tmp_path):
-    """Whoever opens the landing page would raise the error counters."""
+    """Whoever opens the page would raise the error counters."""
     (tmp_path / "job").mkdir()
     (tmp_path / "job" / "rank-0.record").write_bytes(b"")
     assert reader.scan(None).num_errors["truncated"] == 0

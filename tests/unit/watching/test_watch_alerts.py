@@ -9,8 +9,10 @@ import pytest
 import small_records
 import watched
 from torchmem.model import RefType
-from torchmem.watching.alerts import alerts, filled, rate, span
+from torchmem.watching.alerts import alerts, rate
 from torchmem.wire import record as wire
+from torchmem.wire.ranks import span
+from torchmem.wire.record import filled_share
 from torchmem_exporter.drift.judge import Grower
 from watched import GIB, MIB, NOW, device_look, rank_look
 
@@ -91,9 +93,9 @@ def test_stale_says_since_when_and_a_disabled_labeler_why():
 def test_what_others_hold_on_the_device_counts_as_filled():
     """A device that another process fills would seem to have room."""
     device = small_records.device(step_peak_bytes=512 * MIB, unattributed_bytes=-5, other_bytes=256 * MIB)
-    assert filled(device_look(device)) == 0.75
-    assert filled(device_look(small_records.device(limit_bytes=None))) is None
-    assert filled(device_look(small_records.device(limit_bytes=0))) is None
+    assert filled_share(device) == 0.75
+    assert filled_share(small_records.device(limit_bytes=None)) is None
+    assert filled_share(small_records.device(limit_bytes=0)) is None
 
 
 @pytest.mark.parametrize(

@@ -1,23 +1,17 @@
 /** Bars, one a series. */
 
-import { getDisplayValueAlignmentFactors, getFieldDisplayValues } from '@grafana/data';
+import { getDisplayValueAlignmentFactors } from '@grafana/data';
 import { BarGauge, VizRepeater } from '@grafana/ui';
+
+import { latestValues } from './values.js';
 
 /** What Grafana takes unless a panel's sizes are set by hand. */
 const AUTOMATIC = { minVizHeight: 16, maxVizHeight: 300 };
 
 export function Bars({ panel, frames, theme, width, height }) {
-  const { reduceOptions, orientation, displayMode, showUnfilled, valueMode, namePlacement, sizing } = panel.options;
+  const { orientation, displayMode, showUnfilled, valueMode, namePlacement, sizing } = panel.options;
   const { minVizHeight, maxVizHeight } = sizing === 'manual' ? panel.options : AUTOMATIC;
-  const getValues = () =>
-    getFieldDisplayValues({
-      fieldConfig: panel.fieldConfig,
-      reduceOptions,
-      replaceVariables: (text) => text,
-      theme,
-      data: frames,
-      timeZone: 'utc',
-    });
+  const getValues = () => latestValues(panel, frames, theme);
   const renderValue = ({ value: { display, field }, width, height, alignmentFactors }) => (
     <BarGauge
       {...{ theme, width, height, orientation, displayMode, showUnfilled, namePlacement, alignmentFactors, field }}

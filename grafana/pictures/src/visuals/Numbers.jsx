@@ -1,20 +1,12 @@
 /** Single numbers, large. */
 
-import { FieldColorModeId, getFieldDisplayValues } from '@grafana/data';
 import { BigValue, VizRepeater } from '@grafana/ui';
 
+import { latestValues } from './values.js';
+
 export function Numbers({ panel, frames, theme, width, height }) {
-  const { reduceOptions, orientation, graphMode, colorMode, justifyMode, textMode, wideLayout } = panel.options;
-  const getValues = () =>
-    getFieldDisplayValues({
-      fieldConfig: panel.fieldConfig,
-      reduceOptions,
-      replaceVariables: (text) => text,
-      theme,
-      data: frames,
-      sparkline: graphMode !== 'none',
-      timeZone: 'utc',
-    });
+  const { orientation, graphMode, colorMode, justifyMode, textMode, wideLayout } = panel.options;
+  const getValues = () => latestValues(panel, frames, theme, { sparkline: graphMode !== 'none' });
   const renderValue = ({ value: { display, sparkline, field }, width, height, count }) => {
     if (sparkline) {
       sparkline.yRange = { min: field.min, max: field.max };
