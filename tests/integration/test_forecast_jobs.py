@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
+import io
 import json
 import os
 import threading
@@ -290,6 +292,17 @@ def reads_an_integer():
     )
 
 
+def saves():
+    model = nn.Linear(4, 4)
+    return model, None, lambda: torch.save(model.state_dict(), io.BytesIO())
+
+
+def resumes():
+    model = nn.Linear(4, 4)
+    model.load_state_dict(torch.load("/nowhere/model.pt"))
+    return model, None, lambda: None
+
+
 def depends_on_values():
     model = nn.Linear(4, 4)
 
@@ -317,6 +330,8 @@ def logs_its_loss():
     [
         (reads_an_integer, "reads an integer out of a tensor"),
         (depends_on_values, r"test_forecast_jobs.py:\d+: the shape of what aten.nonzero.default returns depends on"),
+        (saves, r"test_forecast_jobs.py:\d+: the job saves or loads tensors, .* leave that out of what is forecast"),
+        (resumes, r"test_forecast_jobs.py:\d+: FileNotFoundError: .*/nowhere/model.pt"),
         (failing, r"test_forecast_jobs.py:\d+: RuntimeError: the job's own"),
     ],
 )
@@ -324,6 +339,25 @@ def test_what_fake_tensors_cannot_do_is_named(build, reason):
     """The user would get a traceback through torch's fake tensors, not the line to change."""
     with pytest.raises(torchmem.ForecastError, match=reason):
         torchmem.forecast(build, world_size=2)
+
+
+def averages_its_weights():
+    model = nn.Linear(64, 64)
+    average = copy.deepcopy(model)
+    assert average.weight.fake_mode is model.weight.fake_mode
+
+    def step():
+        model(torch.ones(3, 64)).sum().backward()
+        average.requires_grad_(requires_grad=False)(torch.ones(3, 64))
+
+    return model, None, step
+
+
+def test_a_copy_of_the_model_is_counted_and_copies_nothing_of_torchs():
+    """Torch's fake mode, copied with the model, frees its weak references twice: the process would crash later."""
+    found = torchmem.forecast(averages_its_weights)
+    (device,) = found.ranks[0].devices
+    assert device.construction_peak_bytes == 2 * 4 * (64 * 64 + 64)
 
 
 def test_values_that_are_read_are_zero_and_noted():

@@ -27,6 +27,17 @@ from torchmem.engine.dispatch import DispatchEngine
 from torchmem.errors import ForecastError
 
 
+class FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's
+    """Torch's, of which there is one: copying what it made shares it.
+
+    Torch would copy it with the weak references that it holds to storages, and those free what they point to once for
+    each copy: the process ends in a segmentation fault, at some later collection.
+    """
+
+    def __deepcopy__(self, _memo: dict[int, Any]) -> FakeMode:
+        return self
+
+
 class FakeJob:
     """What a fake job says of itself.
 
@@ -38,7 +49,7 @@ class FakeJob:
     """
 
     def __init__(self) -> None:
-        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.mode = FakeMode(allow_non_fake_inputs=True)
         self.num_values_read = 0
         self.counts_uses = False
         self.unadapted: dict[str, str] = {}

@@ -49,6 +49,7 @@ STEPS = ("first", "steady")
 ALLOCATORS = ("exact", "cuda")
 _TORCH = str(Path(torch.__file__).parent)
 _OWN = str(Path(__file__).parent.parent)
+_SAVING = (str(Path(_TORCH, "serialization.py")), str(Path(_TORCH, "distributed", "checkpoint")))
 
 
 def forecast(
@@ -312,19 +313,32 @@ def _explained() -> Iterator[None]:
     """What the job raises because its tensors are fake says so."""
     try:
         yield
-    except (ForecastError, InstallError):
+    except InstallError:
         raise
-    except fake_tensor.DynamicOutputShapeException as error:
-        raise ForecastError(
-            f"{_where(error)}: the shape of what {error.func} returns depends on values, which fake tensors do not have"
-        ) from error
-    except (fake_tensor.DataDependentOutputException, fake_tensor.UnsupportedOperatorException) as error:
-        raise ForecastError(
-            f"{_where(error)}: fake tensors cannot do {error.func}: leave it out of the step"
-        ) from error
     except Exception as error:
-        reason = " ".join(str(error).split())[:300]
-        raise ForecastError(f"{_where(error)}: {type(error).__name__}: {reason}") from error
+        if _is_saving(error):
+            raise ForecastError(
+                f"{_where(error)}: the job saves or loads tensors, and fake ones have no values to write or to read:"
+                f" leave that out of what is forecast ({_reason(error)})"
+            ) from error
+        if isinstance(error, ForecastError):
+            raise
+        raise ForecastError(f"{_where(error)}: {_reason(error)}") from error
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, fake_tensor.DynamicOutputShapeException):
+        return f"the shape of what {error.func} returns depends on values, which fake tensors do not have"
+    if isinstance(error, fake_tensor.DataDependentOutputException | fake_tensor.UnsupportedOperatorException):
+        return f"fake tensors cannot do {error.func}: leave it out of the step"
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+
+
+def _is_saving(error: Exception) -> bool:
+    if isinstance(error, OSError):  # a file that is not there says so itself
+        return False
+    frames = traceback.extract_tb(error.__traceback__)
+    return any(frame.filename.startswith(_SAVING) for frame in frames)
 
 
 def _where(error: BaseException) -> str:
