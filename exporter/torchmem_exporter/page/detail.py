@@ -16,13 +16,13 @@ from torchmem.wire.record import Device, Record, filled_share, forecast_drift_ra
 from torchmem_exporter.drift.composition import Composition, Part, composition
 from torchmem_exporter.drift.drift import Judgement
 from torchmem_exporter.drift.judge import Grower, Verdict
+from torchmem_exporter.findings import Finding, findings
 from torchmem_exporter.labels import clean_label
 from torchmem_exporter.page.choice import Choice
-from torchmem_exporter.page.findings import Finding, findings
 from torchmem_exporter.page.palette import order_of
 from torchmem_exporter.page.timeline import Timeline, timeline
-from torchmem_exporter.page.words import moment, percent, rate, shown, signed_percent, size, span, until
 from torchmem_exporter.reading.reader import Rank
+from torchmem_exporter.words import moment, percent, rate, shown, signed_percent, size, span, until
 
 MAX_PARTS = 90
 LEAST_SHARE = 0.001

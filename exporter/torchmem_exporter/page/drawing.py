@@ -19,7 +19,7 @@ from torchmem_exporter.page.detail import Group, Held
 from torchmem_exporter.page.palette import STYLES, TEXTURES, TILE, style_of
 from torchmem_exporter.page.timeline import Column, Timeline, ticks
 from torchmem_exporter.page.treemap import Box, squarified
-from torchmem_exporter.page.words import percent, shown, size
+from torchmem_exporter.words import percent, shown, size
 
 NARROW_SHARE = 0.008
 """Of the peak; smaller parts are summed in the narrow one."""

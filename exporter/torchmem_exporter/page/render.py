@@ -17,8 +17,8 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from markupsafe import Markup
 
 from torchmem.model import Phase
-from torchmem_exporter import __version__
-from torchmem_exporter.page import drawing, palette, words
+from torchmem_exporter import __version__, words
+from torchmem_exporter.page import drawing, palette
 from torchmem_exporter.page.choice import Choice, ChoiceError, parsed
 from torchmem_exporter.page.view import Looked, NotHereError, View, refused, view
 

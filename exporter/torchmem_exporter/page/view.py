@@ -11,15 +11,14 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 
 from torchmem.wire.record import Device, filled_share
-from torchmem_exporter.causes import WORDS
 from torchmem_exporter.drift.judge import Verdict
+from torchmem_exporter.findings import WORDS, Finding, findings
 from torchmem_exporter.labels import clean_label
 from torchmem_exporter.page.choice import Choice
 from torchmem_exporter.page.detail import MAX_PARTS, Detail, detail, ordered
-from torchmem_exporter.page.findings import Finding, findings
-from torchmem_exporter.page.words import rate, shown, signed_percent, span
 from torchmem_exporter.reading.lifecycle import State
 from torchmem_exporter.reading.reader import Rank, Snapshot
+from torchmem_exporter.words import rate, shown, signed_percent, span
 
 MAX_ROWS = 64
 MAX_ROWS_BYTES = 44_000

@@ -15,7 +15,6 @@ from rich.text import Text
 from torchmem import show
 from torchmem.model import Phase
 from torchmem.show import By, binary
-from torchmem.watching.alerts import Alert, alerts, is_missed, rate
 from torchmem.watching.lines import (
     BAD,
     HEAD,
@@ -35,9 +34,10 @@ from torchmem.watching.look import DeviceLook, Look, RankLook
 from torchmem.watching.rank_table import ranks
 from torchmem.wire.ranks import printable, span
 from torchmem.wire.record import filled_share
-from torchmem_exporter.causes import FULL_SHARE, WORDS
 from torchmem_exporter.drift.drift import Judgement
 from torchmem_exporter.drift.ring_steps import Step
+from torchmem_exporter.findings import FULL_SHARE, WORDS, Finding, is_missed
+from torchmem_exporter.words import rate
 
 NUM_GROWERS = 10
 MAX_NAMED = 3
@@ -82,14 +82,14 @@ def waiting(page: Page) -> Text:
 def alert_lines(look: Look, chosen: RankLook | None) -> list[Text]:
     """What cannot be read, and what is the matter with the ranks: the chosen one first, then the worst."""
     lines = [Text.assemble(("! unreadable: ", BAD), line) for line in look.unreadable]
-    concerned: dict[Alert, list[RankLook]] = {}
+    concerned: dict[Finding, list[RankLook]] = {}
     for rank in look.ranks:
-        for alert in alerts(rank, look.taken_at):
-            concerned.setdefault(alert, []).append(rank)
-    for alert, those in sorted(concerned.items(), key=lambda one: (chosen not in one[1], WORDS.index(one[0].word))):
+        for finding in rank.findings(look.taken_at):
+            concerned.setdefault(finding, []).append(rank)
+    for finding, those in sorted(concerned.items(), key=lambda one: (chosen not in one[1], WORDS.index(one[0].word))):
         names = ", ".join(named(look, rank) for rank in those[:MAX_NAMED])
         more = f" and {len(those) - MAX_NAMED} more" if len(those) > MAX_NAMED else ""
-        lines.append(Text.assemble((f"! {names}{more}: ", BAD), alert.text))
+        lines.append(Text.assemble((f"! {names}{more}: ", BAD), finding.text))
     return lines
 
 
@@ -118,7 +118,7 @@ def _state(rank: RankLook, one: DeviceLook | None, now: float) -> Text:
         if share is not None:
             words.append(("filled", f"{share:.0%}", share >= FULL_SHARE))
         if one.device.forecast_bytes is not None:
-            words.append(("forecast", _forecast(one), is_missed(one)))
+            words.append(("forecast", _forecast(one), is_missed(one.forecast_drift_ratio)))
         words.append(("oom", str(num_ooms), num_ooms > 0))
     age = now - rank.view.record.clock.written_at
     words.append(("age", span(age), rank.view.state in ("stale", "crashed")))

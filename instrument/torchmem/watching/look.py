@@ -20,6 +20,7 @@ from torchmem.wire.ranks import Found, RankView, printable, read_ranks
 from torchmem.wire.record import Device, forecast_drift_ratio
 from torchmem_exporter.drift.judge import Judge, Verdict
 from torchmem_exporter.drift.ring_steps import Step, steps_after
+from torchmem_exporter.findings import Finding, findings
 from torchmem_exporter.reading.lifecycle import State
 from torchmem_exporter.reading.reader import Rank
 from torchmem_exporter.reading.state import FILE_NAME, StateFile
@@ -58,6 +59,14 @@ class RankLook:
     def device(self, number: int) -> DeviceLook | None:
         """Its device of that number, around and around; None where it has none."""
         return self.devices[number % len(self.devices)] if self.devices else None
+
+    def findings(self, now: float) -> list[Finding]:
+        """What is the matter with it, the worst first.
+
+        Args:
+            now: Unix seconds.
+        """
+        return findings(_read(self.view), {one.device.name: one.verdict for one in self.devices}, now)
 
     def steps(self, device: Device) -> list[Step]:
         """The steps of a device in the record's ring, oldest first."""
@@ -109,10 +118,14 @@ class Watcher:
         return Look(name, now, tuple(ranks), tuple(found.unreadable), self.directory.is_dir())
 
     def _judged(self, view: RankView) -> RankLook:
-        rank = Rank(view.path, view.record, State(view.state), has_memory=True)
-        verdicts = self._judge.judge(rank)
+        verdicts = self._judge.judge(_read(view))
         devices = sorted(view.record.devices, key=lambda device: device.name == HOST_MEMORY)
         return RankLook(view, tuple(_device_look(view, device, verdicts[device.name]) for device in devices))
+
+
+def _read(view: RankView) -> Rank:
+    """As the sidecar's reader would have it."""
+    return Rank(view.path, view.record, State(view.state), has_memory=True)
 
 
 def _device_look(view: RankView, device: Device, verdict: Verdict) -> DeviceLook:

@@ -13,12 +13,12 @@ from rich.text import Text
 
 from torchmem import show
 from torchmem.show import Book, binary
-from torchmem.watching.alerts import alerts, rate
 from torchmem.watching.choice import window
 from torchmem.watching.lines import BAD, GOOD, HEAD, MAX_NAME, QUIET, Page, cut, percent, rank_number
 from torchmem.watching.look import DeviceLook, RankLook
 from torchmem.wire.record import Identity
-from torchmem_exporter.causes import FULL_SHARE
+from torchmem_exporter.findings import FULL_SHARE
+from torchmem_exporter.words import rate
 
 CHOSEN = "reverse"
 MAX_WORDS = 12
@@ -112,7 +112,7 @@ def _of_devices(page: Page) -> list[_Column]:
 
 def _alerts(page: Page, width: int) -> _Column:
     def words(rank: RankLook, _one: DeviceLook | None) -> Text:
-        found = list(dict.fromkeys(alert.word for alert in alerts(rank, page.look.taken_at)))
+        found = list(dict.fromkeys(finding.word for finding in rank.findings(page.look.taken_at)))
         text = " ".join(found)
         is_short = len(text) <= MAX_WORDS or width >= ROOMY
         return Text(text if is_short else f"{found[0]} +{len(found) - 1}", BAD)

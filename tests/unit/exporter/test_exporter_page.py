@@ -288,7 +288,7 @@ def test_what_grew_is_named(tmp_path):
         for step in range(80, 601, 20):
             store.write(wire.encode(record(step)))
             page = Page(ask(app, "/").text)
-    assert "drift rank 0: cuda:0 peaks +" in page.text
+    assert "drift rank 0: cuda:0 +" in page.text
     assert page.ranks()[0][6].startswith("+")
     assert any("attention.wo" in row[0] and row[1] == "activation" for row in page.rows if len(row) == 3)
     assert "baseline" in page.text

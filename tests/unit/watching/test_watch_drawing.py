@@ -29,8 +29,8 @@ WIDE_HEAD = "rank host pid state step device of its limit step peak limit baseli
 ALERTS = """\
 ── rank 1/2 cuda:0 on node-1, pid 4321 ─────────────────────────────────────────
 level +12.3% of 16.00 MiB!  floor steady  filled 97%!  oom 0  age 1 s
-! rank 1/2: cuda:0 is 97% full at the step peak, of 1.00 GiB
-! rank 1/2: cuda:0 +12.3% over its baseline: layers.3.mlp activation +2.00 MiB
+! rank 1/2: cuda:0 is 96.9% full at the step peak, of 1.0 GiB
+! rank 1/2: cuda:0 +12.3% over its baseline: layers.3.mlp activation +2.0 MiB
 """
 
 HOLDERS = """\

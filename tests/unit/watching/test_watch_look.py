@@ -10,7 +10,6 @@ import pytest
 
 import records
 import watched
-from torchmem.watching.alerts import alerts
 from torchmem.watching.look import Watcher
 from torchmem.wire import record as wire
 from torchmem_exporter.drift.judge import Judge
@@ -29,7 +28,7 @@ def states(reading):
 
 def words(rank):
     """The words of a rank's alerts."""
-    return [alert.word for alert in alerts(rank, time.time())]
+    return [finding.word for finding in rank.findings(time.time())]
 
 
 def fingerprint(folder):

@@ -1,4 +1,4 @@
-"""Numbers and names as the page writes them.
+"""Numbers and names as people read them, on the page and in findings.
 
 Invariants: pure; any number gives a text, an infinite one too; what ``shown`` returns holds nothing that could change
 the text around it.

@@ -1,4 +1,4 @@
-"""Numbers and names as the page writes them."""
+"""Numbers and names as people read them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from torchmem_exporter.page.words import MAX_NAME, moment, percent, rate, shown, signed_percent, size, span, until
+from torchmem_exporter.words import MAX_NAME, moment, percent, rate, shown, signed_percent, size, span, until
 
 
 @pytest.mark.parametrize(
