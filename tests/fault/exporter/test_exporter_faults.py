@@ -159,4 +159,4 @@ def test_stalled_clients_hold_up_neither_scrapes_nor_the_end(tmp_path, ending):
         assert len(states(sidecar.ask().text)) == 4
         status, seconds = sidecar.end(ending)
     assert status == 0
-    assert seconds < 1.5
+    assert seconds < 5

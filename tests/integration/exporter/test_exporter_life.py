@@ -138,7 +138,7 @@ def test_a_stuck_worker_does_not_hold_up_the_end(tmp_path):
             began = time.monotonic()
             process.send_signal(signal.SIGTERM)
             assert process.wait(DEADLINE_SECONDS) == 0
-            assert time.monotonic() - began < 1.5
+            assert time.monotonic() - began < 5
         finally:
             process.kill()
 

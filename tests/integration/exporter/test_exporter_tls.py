@@ -301,12 +301,12 @@ def test_a_reload_changes_settings_but_never_drops_protection(folder, authority,
 
 def test_stuck_handshakes_hold_up_nobody(folder, authority):
     """One client that does not finish its handshake would keep all others from theirs."""
-    with hosted(sources=sources(folder), handshake_seconds=2) as server, contextlib.ExitStack() as clients:
+    with hosted(sources=sources(folder), handshake_seconds=5) as server, contextlib.ExitStack() as clients:
         for _ in range(20):
             clients.enter_context(server.connect(b"\x16\x03\x01"))
         began = time.monotonic()
         assert is_served(server, client_tls(authority))
-        assert time.monotonic() - began < 1.5
+        assert time.monotonic() - began < 4.5
         wait_for(lambda: server.counts.num_handshakes_failed == 20)
 
 

@@ -186,10 +186,10 @@ def test_a_receiver_that_does_not_answer(protocol):
         receiver.reply = Reply(seconds=60)
         with pushing(receiver.endpoint, protocol=protocol, interval_ms=300, TIMEOUT="200") as pusher:
             wait_until(lambda: pusher.num_failed_pushes >= 2)
-            assert pusher.last_push_seconds < 5
+            assert pusher.last_push_seconds < 20
             began = time.monotonic()
             assert not pusher.close(1.0)
-            assert time.monotonic() - began < 3
+            assert time.monotonic() - began < 20
 
 
 @BOTH
