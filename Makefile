@@ -41,8 +41,9 @@ generate: dev ## Write rules, alerts, runbooks and dashboards from their catalog
 panels: dev ## Write what each dashboard panel returned over a real Prometheus: grafana/dashboards/PANELS.md
 	@TORCHMEM_PANELS=grafana/dashboards/PANELS.md $(BIN)/python -m pytest -q tests/integration/grafana/test_dashboards_live.py
 
-pictures: dev ## Draw the dashboards from a live fleet into docs/pictures
+pictures: dev ## Draw the dashboards and the page into docs/pictures
 	@PYTHONPATH=grafana $(BIN)/python tests/pictures.py
+	@$(BIN)/python tests/page_pictures.py
 
 schema: ## Make the schema that dashboards are held against from Grafana's own types
 	@grafana/schema/make.sh

@@ -178,7 +178,7 @@ def _add_verdict(points: _Points, labels: tuple[str, ...], verdict: Verdict, *, 
         points.add(catalog.DRIFTING, (*labels, "level"), int(judgement.is_level_drifting))
     if judgement.growth_bytes_per_second is not None:
         points.add(catalog.DRIFTING, (*labels, "floor"), int(judgement.is_floor_growing))
-    for module, reftype, num_bytes in verdict.growers:
+    for module, reftype, num_bytes in verdict.growers or ():
         points.add(catalog.MODULE_EXCESS, (*labels, clean_label(module), clean_label(reftype)), num_bytes)
 
 

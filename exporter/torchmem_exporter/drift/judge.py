@@ -70,8 +70,8 @@ class Verdict(NamedTuple):
     """What is known of one device."""
 
     judgement: Judgement
-    growers: tuple[Grower, ...]
-    """The most grown first."""
+    growers: tuple[Grower, ...] | None
+    """The most grown first; None while that is not known, as what is usual has not been seen."""
 
 
 class _Judged(NamedTuple):
@@ -213,12 +213,12 @@ def _limit_bytes(device: Device) -> int | None:
     return None if device.limit_bytes is None else max(0, device.limit_bytes - (device.other_bytes or 0))
 
 
-def _growers(record: Record, device: Device, drift: Drift, before: Verdict | None) -> tuple[Grower, ...]:
+def _growers(record: Record, device: Device, drift: Drift, before: Verdict | None) -> tuple[Grower, ...] | None:
     """Who grew; as before, while the device's peak is that of a checkpoint or an evaluation."""
-    if drift.level is None or not drift.is_ordinary(device.step_peak_bytes):
-        return before.growers if before and drift.level is not None else ()
-    if drift.usual is None:
-        return ()
+    if drift.level is None or drift.usual is None:
+        return None
+    if not drift.is_ordinary(device.step_peak_bytes):
+        return before.growers if before else None
     is_folded = any("*" in part.module for part in drift.usual.parts)  # too many parts to keep each
     now = _composition(record, device, is_folded=is_folded)
     return grown(drift.usual, now, LEAST_SHARE * drift.level.num_bytes)

@@ -96,7 +96,8 @@ class Detail:
     timeline: Timeline
     baseline_bytes: int | None
     limit_bytes: int | None
-    growers: tuple[Grower, ...]
+    growers: tuple[Grower, ...] | None
+    """None while they are not known."""
     has_baseline: bool
     labelers: tuple[Worker, ...]
 
@@ -144,13 +145,16 @@ def detail(
         timeline=timeline(record, device.name) if device else Timeline((), (), ()),
         baseline_bytes=judgement.baseline_bytes if judgement else None,
         limit_bytes=device.limit_bytes if device else None,
-        growers=tuple(
-            Grower(shown(grower.module), shown(grower.reftype), grower.num_bytes)
-            for grower in (verdict.growers if verdict else ())
-        ),
+        growers=_shown_growers(verdict),
         has_baseline=judgement is not None and judgement.baseline_bytes is not None,
         labelers=tuple(_labelers(record)),
     )
+
+
+def _shown_growers(verdict: Verdict | None) -> tuple[Grower, ...] | None:
+    if verdict is None or verdict.growers is None:
+        return None
+    return tuple(Grower(shown(one.module), shown(one.reftype), one.num_bytes) for one in verdict.growers)
 
 
 def groups(record: Record, book: bytes, max_parts: int = MAX_PARTS) -> tuple[Group, ...]:

@@ -192,7 +192,7 @@ class WatchApp(App[int]):
                 height - 2,
                 num_ranks=len(look.ranks),
                 num_alerts=len(drawing.alert_lines(look, chosen)),
-                num_growers=min(NUM_GROWERS, len(one.verdict.growers)) if one else 0,
+                num_growers=min(NUM_GROWERS, len(one.verdict.growers or ())) if one else 0,
             )
             for name, lines in shared._asdict().items():
                 panes[name].styles.height = lines

@@ -201,6 +201,8 @@ def growers(page: Page, width: int, height: int) -> Group:
     lines = [rule("grown over the baseline, at the step peak", width, page)]
     if found is None or found[1].verdict.judgement.baseline_bytes is None:
         lines.append(Text("no baseline yet: still learning what is usual", QUIET))
+    elif found[1].verdict.growers is None:
+        lines.append(Text("not known yet: of no usual step it was seen what its peak is made of", QUIET))
     elif not found[1].verdict.growers:
         lines.append(Text("nobody, or by less than 1% of it", QUIET))
     else:

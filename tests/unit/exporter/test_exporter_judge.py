@@ -126,6 +126,13 @@ def test_a_flat_job_is_left_alone(state):
     assert found.growers == ()
 
 
+def test_who_grew_is_unknown_where_nothing_usual_was_seen(state):
+    """A sidecar that comes to a job that has leaked for long would say that nobody has grown."""
+    found = verdict(Judge(state), Job(leak_from=300, leak_bytes=MIB).run(RING))
+    assert found.judgement.drift_ratio > 0.05
+    assert found.growers is None
+
+
 def test_what_was_learned_outlives_the_sidecar(state):
     """A restart of the sidecar would take the drifted level for the usual one."""
     job = Job(leak_from=700, leak_bytes=MIB // 4)

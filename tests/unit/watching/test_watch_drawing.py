@@ -152,8 +152,13 @@ def test_growers_are_named_and_none_is_told_from_not_known():
     """A job that is still being learned would look as if nothing had grown."""
     assert drawn(drawing.growers(page(pair(), row=1), 50, 9), 50) == GROWERS
     unknown = look(rank_look(devices=[device_look(baseline_bytes=None, drift_ratio=None)]))
-    said = [drawn(drawing.growers(page(one), 60, 9)).splitlines()[1] for one in (pair(), unknown)]
-    assert said == ["nobody, or by less than 1% of it", "no baseline yet: still learning what is usual"]
+    unseen = look(rank_look(devices=[device_look(growers=None)]))
+    said = [drawn(drawing.growers(page(one), 80, 9)).splitlines()[1] for one in (pair(), unknown, unseen)]
+    assert said == [
+        "nobody, or by less than 1% of it",
+        "no baseline yet: still learning what is usual",
+        "not known yet: of no usual step it was seen what its peak is made of",
+    ]
 
 
 def test_timeline_leaves_checkpoints_out_and_needs_no_utf8():
