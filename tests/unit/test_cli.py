@@ -454,3 +454,9 @@ def test_layers_are_summed_unless_asked_for(write, tmp_path, capsys):
     unfolded = capsys.readouterr().out
     assert "layers.*" not in unfolded
     assert "layers.0" in unfolded
+
+
+def test_it_runs_as_a_module():
+    """Whoever has torchmem on the path but not its script, as in many containers, could not call it."""
+    done = subprocess.run([sys.executable, "-m", "torchmem", "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout == f"torchmem {torchmem.__version__}\n"

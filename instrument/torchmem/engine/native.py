@@ -22,7 +22,7 @@ from torchmem.model import RefType
 MODULE_NAME = "torchmem_native"
 MIN_TORCH = (2, 11)
 SOURCE_DIR = Path(__file__).resolve().parent.parent / "native"
-UNITS = ("tap.cpp", "cuda_source.cpp", "ddp_buckets.cpp", "bindings.cpp")
+UNITS = ("tap.cpp", "cpu_allocator.cpp", "relabel.cpp", "cuda_source.cpp", "ddp_buckets.cpp", "bindings.cpp")
 
 _loaded: Any = None
 

@@ -1,20 +1,12 @@
-// See tap.h. The hot path is guard, original, track: `CountingAllocator::allocate` and `counted_delete`.
-#include "tap.h"
-
+// Whose is what a thread allocates, and what for; see tap.h. The hot path is `on_allocate` and `on_release`.
 #include <ATen/SequenceNumber.h>
 #include <ATen/record_function.h>
-#include <c10/core/Allocator.h>
-#include <c10/core/CPUAllocator.h>
 #include <c10/core/GradMode.h>
 #include <pthread.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/graph_task.h>
 
-#include <atomic>
-#include <deque>
-#include <memory>
-
-#include "context.h"
+#include "tap_state.h"
 
 namespace torchmem {
 
@@ -23,43 +15,11 @@ namespace {
 namespace autograd = torch::autograd;
 
 constexpr uint32_t kOther = 0;
-constexpr uint32_t kCpu = 0;
-constexpr uint32_t kGradient = 3;
-constexpr uint32_t kGradientBucket = 13;
 constexpr uint32_t kRecomputation = 15;
 constexpr int32_t kNoTask = -1;
 constexpr size_t kMaxContexts = 256;
 // A label's work is up to some hundred blocks: above this it was preempted.
 constexpr uint64_t kPreemptedLabelNanoseconds = 1'000'000;
-
-// Constructed once and never destroyed: frees may come after static destructors have begun.
-struct Tap {
-  Spinlock lock;
-  Ledger ledger;
-  TapCounters counters;
-  Ooms ooms;
-  uint32_t phases = 0;
-  uint64_t epoch = 0;  // of the books: counts resets
-  std::atomic<bool> open{false};
-  std::vector<std::unique_ptr<Context>> contexts;
-  std::deque<Context*> free_contexts;
-  std::atomic<uint64_t> event_nanoseconds{0};
-  std::atomic<uint64_t> num_labels{0};
-  std::atomic<uint64_t> label_nanoseconds{0};
-};
-
-Tap& tap() {
-  static Tap* instance = new Tap;
-  return *instance;
-}
-
-class Guard {
- public:
-  Guard() { tap().lock.lock(); }
-  ~Guard() { tap().lock.unlock(); }
-  Guard(const Guard&) = delete;
-  Guard& operator=(const Guard&) = delete;
-};
 
 Context* claim_context() {
   Guard guard;
@@ -95,15 +55,6 @@ struct ReleaseAtThreadExit {
     this_thread = nullptr;
   }
 };
-
-Context& context() {
-  if (this_thread == nullptr) {
-    this_thread = claim_context();
-    static thread_local ReleaseAtThreadExit release;
-    (void)release;
-  }
-  return *this_thread;
-}
 
 NodeKey current_node() {
   NodeKey key;
@@ -160,23 +111,6 @@ Label classify(Context& c, int32_t task, const NodeKey& node) {
   return {kOutside, c.after_forward ? kActivation : kOther};
 }
 
-void on_allocate(uint64_t address, int64_t num_bytes, uint32_t device) {
-  Context& c = context();
-  SampledTimer<64> timer(c.num_events, tap().event_nanoseconds);
-  const int32_t task = autograd::get_current_graph_task_id();
-  const NodeKey node = task == kNoTask ? NodeKey{} : current_node();
-  Guard guard;
-  const Label label = classify(c, task, node);
-  tap().ledger.allocate(c.stack, address, num_bytes, device, label.owner, label.reftype);
-}
-
-void on_release(uint64_t address) {
-  Context& c = context();
-  SampledTimer<64> timer(c.num_events, tap().event_nanoseconds);
-  Guard guard;
-  tap().ledger.release(c.stack, address);
-}
-
 // What this thread was doing, as one of the kPhase...; the loss counts as forward. Under the lock, after `classify`.
 uint32_t phase_of(Context& c, int32_t task) {
   if (c.in_checkpoint()) return kPhaseCheckpoint;
@@ -219,118 +153,11 @@ bool reserve(std::vector<CellRow>& rows, size_t num_rows) {
   return true;
 }
 
-// An allocation failed for good: it and what fills the device are noted. Memory for that is taken outside of the lock;
-// where even that cannot be had, the failure is noted without what fills the device.
-void on_out_of_memory(uint32_t device, uint64_t num_bytes) noexcept {
-  if (!tap().open.load(std::memory_order_relaxed)) return;
-  try {
-    Context& c = context();
-    const int32_t task = autograd::get_current_graph_task_id();
-    const NodeKey node = task == kNoTask ? NodeKey{} : current_node();
-    OutOfMemory event;
-    event.device = device;
-    event.requested = static_cast<int64_t>(std::min<uint64_t>(num_bytes, INT64_MAX));
-    event.time = std::chrono::duration<double>(std::chrono::system_clock::now().time_since_epoch()).count();
-    size_t wanted = 0;
-    do {
-      const bool has_memory = reserve(event.holders, wanted);
-      Guard guard;
-      wanted = note_out_of_memory(event, c, task, node, has_memory);
-    } while (wanted != 0);
-  } catch (const std::exception&) {
-    return;
-  }
-}
-
-c10::Allocator* original = nullptr;
-c10::DeleterFnPtr original_delete = nullptr;
-bool in_chain = false;  // attached and never successfully detached: at most covered by somebody's wrapper
-
-void counted_delete(void* data) {
-  // Booked before it is freed: afterwards another thread may be given the same address.
-  if (data != nullptr && tap().open.load(std::memory_order_relaxed)) on_release(reinterpret_cast<uint64_t>(data));
-  original_delete(data);
-}
-
-class CountingAllocator final : public c10::Allocator {
- public:
-  c10::DataPtr allocate(size_t num_bytes) override {
-    c10::DataPtr data = allocate_original(num_bytes);
-    if (data.get() == nullptr || !tap().open.load(std::memory_order_relaxed)) return data;
-    if (data.get_context() == data.get() && data.compare_exchange_deleter(original_delete, &counted_delete)) {
-      on_allocate(reinterpret_cast<uint64_t>(data.get()), static_cast<int64_t>(num_bytes), kCpu);
-    }
-    return data;
-  }
-  c10::DeleterFnPtr raw_deleter() const override { return &counted_delete; }
-  void copy_data(void* to, const void* from, std::size_t num_bytes) const override {
-    original->copy_data(to, from, num_bytes);
-  }
-
- private:
-  static c10::DataPtr allocate_original(size_t num_bytes) {
-    try {
-      return original->allocate(num_bytes);
-    } catch (...) {
-      on_out_of_memory(kCpu, num_bytes);
-      throw;
-    }
-  }
-};
-
-CountingAllocator& counting_allocator() {
-  static CountingAllocator* instance = new CountingAllocator;
-  return *instance;
-}
-
-// The priority with which an allocator was registered cannot be read, and a lower one is ignored: climb.
-bool replace_cpu_allocator(c10::Allocator* allocator) {
-  for (const uint8_t priority : {0, 1, 100, 255}) {
-    c10::SetCPUAllocator(allocator, priority);
-    if (c10::GetCPUAllocator() == allocator) return true;
-  }
-  return false;
-}
-
 void lock_before_fork() { tap().lock.lock(); }
 void unlock_in_parent() { tap().lock.unlock(); }
 void disarm_in_child() {
   new (&tap().lock) Spinlock;
   tap().open.store(false);
-}
-
-const c10::TensorImpl* gradient_of(c10::TensorImpl* tensor) {
-  const at::Tensor& gradient = tensor->grad();
-  return gradient.defined() ? gradient.unsafeGetTensorImpl() : nullptr;
-}
-
-// 0 where there is no memory, or none to be read: CUDA graphs poison what a replay has overwritten.
-uint64_t address_of(const c10::TensorImpl* tensor) {
-  if (tensor == nullptr || !tensor->has_storage()) return 0;
-  try {
-    return reinterpret_cast<uint64_t>(tensor->unsafe_storage().unsafeGetStorageImpl()->data());
-  } catch (const std::exception&) {
-    return 0;
-  }
-}
-
-// Addresses are gathered before the lock is taken: dropping the last reference to a tensor frees it, and that free
-// takes the lock.
-template <class Select>
-size_t relabel_all(const OwnedTensors& tensors, uint32_t reftype, Select select) {
-  thread_local std::vector<std::pair<uint64_t, uint32_t>> found;
-  found.clear();
-  for (const auto& [weak, owner] : tensors) {
-    if (auto tensor = weak.lock()) {
-      if (const uint64_t address = address_of(select(tensor.get()))) found.emplace_back(address, owner);
-    }
-  }
-  Context& c = context();
-  Guard guard;
-  if (c.in_checkpoint()) return 0;
-  size_t num_known = 0;
-  for (const auto& [address, owner] : found) num_known += tap().ledger.relabel(address, owner, reftype);
-  return num_known;
 }
 
 // What a module's hooks do under the lock, unless the books are closed or newer than the hook.
@@ -355,6 +182,53 @@ uint32_t enclosing_module(const Stack& stack) {
 }
 
 }  // namespace
+
+Context& context() {
+  if (this_thread == nullptr) {
+    this_thread = claim_context();
+    static thread_local ReleaseAtThreadExit release;
+    (void)release;
+  }
+  return *this_thread;
+}
+
+void on_allocate(uint64_t address, int64_t num_bytes, uint32_t device) {
+  Context& c = context();
+  SampledTimer<64> timer(c.num_events, tap().event_nanoseconds);
+  const int32_t task = autograd::get_current_graph_task_id();
+  const NodeKey node = task == kNoTask ? NodeKey{} : current_node();
+  Guard guard;
+  const Label label = classify(c, task, node);
+  tap().ledger.allocate(c.stack, address, num_bytes, device, label.owner, label.reftype);
+}
+
+void on_release(uint64_t address) {
+  Context& c = context();
+  SampledTimer<64> timer(c.num_events, tap().event_nanoseconds);
+  Guard guard;
+  tap().ledger.release(c.stack, address);
+}
+
+void on_out_of_memory(uint32_t device, uint64_t num_bytes) noexcept {
+  if (!tap().open.load(std::memory_order_relaxed)) return;
+  try {
+    Context& c = context();
+    const int32_t task = autograd::get_current_graph_task_id();
+    const NodeKey node = task == kNoTask ? NodeKey{} : current_node();
+    OutOfMemory event;
+    event.device = device;
+    event.requested = static_cast<int64_t>(std::min<uint64_t>(num_bytes, INT64_MAX));
+    event.time = std::chrono::duration<double>(std::chrono::system_clock::now().time_since_epoch()).count();
+    size_t wanted = 0;
+    do {
+      const bool has_memory = reserve(event.holders, wanted);
+      Guard guard;
+      wanted = note_out_of_memory(event, c, task, node, has_memory);
+    } while (wanted != 0);
+  } catch (const std::exception&) {
+    return;
+  }
+}
 
 void reset(std::vector<uint32_t> parents) {
   static const bool once = [] {
@@ -383,26 +257,6 @@ void reset(std::vector<uint32_t> parents) {
 
 void set_gate(bool open) { tap().open.store(open); }
 
-std::string attach_cpu() {
-  c10::Allocator* current = c10::GetCPUAllocator();
-  if (current == &counting_allocator() || (in_chain && current != original)) return "";
-  if (original == nullptr) {
-    if (current->raw_deleter() == nullptr) return "the CPU allocator in use has no raw deleter";
-    original = current;
-    original_delete = current->raw_deleter();
-  } else if (current != original) {
-    return "another CPU allocator was installed since torchmem last ran in this process";
-  }
-  in_chain = replace_cpu_allocator(&counting_allocator());
-  return in_chain ? "" : "the CPU allocator cannot be replaced";
-}
-
-bool detach_cpu() {
-  if (c10::GetCPUAllocator() != &counting_allocator()) return original == nullptr;
-  in_chain = !replace_cpu_allocator(original);
-  return !in_chain;
-}
-
 void cuda_event(CudaAction action, int device, uint64_t address, int64_t num_bytes) {
   if (!tap().open.load(std::memory_order_relaxed)) return;
   switch (action) {
@@ -417,77 +271,6 @@ void cuda_event(CudaAction action, int device, uint64_t address, int64_t num_byt
     case CudaAction::kOutOfMemory:
       if (device >= 0) on_out_of_memory(1 + static_cast<uint32_t>(device), static_cast<uint64_t>(num_bytes));
       return;
-  }
-}
-
-Adoption adopt(c10::StorageImpl* storage, uint32_t owner, uint32_t reftype) {
-  const bool on_cpu = storage->device_type() == c10::DeviceType::CPU;
-  // A storage remembers its allocator: without this a later resize would bypass the tap.
-  if (on_cpu && original != nullptr && storage->allocator() == original) storage->set_allocator(&counting_allocator());
-  const uint64_t address = reinterpret_cast<uint64_t>(storage->data());
-  if (address == 0) return Adoption::kNothing;
-  {
-    Guard guard;
-    if (tap().ledger.relabel(address, owner, reftype)) return Adoption::kRelabelled;
-  }
-  uint32_t device = 0;
-  if (on_cpu) {
-    c10::DataPtr& data = storage->_mutable_data_ptr_no_checks();
-    const bool ours = data.get_deleter() == &counted_delete;
-    if (data.get_context() != data.get()) return Adoption::kForeign;
-    if (!ours && !data.compare_exchange_deleter(original_delete, &counted_delete)) return Adoption::kForeign;
-  } else if (storage->device_type() == c10::DeviceType::CUDA && cuda_is_attached()) {  // else its free would be missed
-    device = 1 + static_cast<uint32_t>(storage->device().index());
-  } else {
-    return Adoption::kForeign;
-  }
-  Stack nowhere;
-  Guard guard;
-  tap().ledger.allocate(nowhere, address, static_cast<int64_t>(storage->nbytes()), device, owner, reftype);
-  return Adoption::kAdopted;
-}
-
-void disown(c10::StorageImpl* storage) {
-  if (storage->device_type() != c10::DeviceType::CPU || original == nullptr) return;
-  if (storage->allocator() == &counting_allocator()) storage->set_allocator(original);
-  (void)storage->_mutable_data_ptr_no_checks().compare_exchange_deleter(&counted_delete, original_delete);
-}
-
-size_t relabel_tensors(const OwnedTensors& tensors, uint32_t reftype) {
-  return relabel_all(tensors, reftype, [](c10::TensorImpl* tensor) -> const c10::TensorImpl* { return tensor; });
-}
-
-size_t relabel_gradients(const OwnedTensors& tensors, uint32_t reftype) {
-  return relabel_all(tensors, reftype, &gradient_of);
-}
-
-bool relabel_tensor(const c10::TensorImpl* tensor, uint32_t owner, uint32_t reftype) {
-  const uint64_t address = address_of(tensor);
-  Context& c = context();
-  Guard guard;
-  if (c.in_checkpoint()) return false;
-  const Block* block = tap().ledger.find(address);
-  if (block == nullptr || block->cell == owner * kNumReftypes + reftype) return false;
-  return tap().ledger.relabel(address, owner, reftype);
-}
-
-Held held(const c10::TensorImpl* tensor, uint32_t owner, uint32_t reftype) {
-  const c10::TensorImpl* gradient = gradient_of(const_cast<c10::TensorImpl*>(tensor));
-  return {address_of(tensor), address_of(gradient), owner, reftype};
-}
-
-void relabel_held(const std::vector<Held>& all) {
-  Context& c = context();
-  Guard guard;
-  if (c.in_checkpoint()) return;
-  Ledger& ledger = tap().ledger;
-  for (const Held& one : all) {
-    if (one.tensor != 0) ledger.relabel(one.tensor, one.owner, one.tensor_reftype);
-    if (one.gradient == 0) continue;
-    const Block* block = ledger.find(one.gradient);
-    if (block != nullptr && block->cell % kNumReftypes != kGradientBucket) {
-      ledger.relabel(one.gradient, one.owner, kGradient);
-    }
   }
 }
 

@@ -1,0 +1,87 @@
+// What blocks turn out to be, told by the tensors whose memory they are; see tap.h.
+#include <ATen/core/Tensor.h>
+
+#include "tap_state.h"
+
+namespace torchmem {
+
+namespace {
+
+constexpr uint32_t kGradient = 3;
+constexpr uint32_t kGradientBucket = 13;
+
+const c10::TensorImpl* gradient_of(c10::TensorImpl* tensor) {
+  const at::Tensor& gradient = tensor->grad();
+  return gradient.defined() ? gradient.unsafeGetTensorImpl() : nullptr;
+}
+
+// 0 where there is no memory, or none to be read: CUDA graphs poison what a replay has overwritten.
+uint64_t address_of(const c10::TensorImpl* tensor) {
+  if (tensor == nullptr || !tensor->has_storage()) return 0;
+  try {
+    return reinterpret_cast<uint64_t>(tensor->unsafe_storage().unsafeGetStorageImpl()->data());
+  } catch (const std::exception&) {
+    return 0;
+  }
+}
+
+// Addresses are gathered before the lock is taken: dropping the last reference to a tensor frees it, and that free
+// takes the lock.
+template <class Select>
+size_t relabel_all(const OwnedTensors& tensors, uint32_t reftype, Select select) {
+  thread_local std::vector<std::pair<uint64_t, uint32_t>> found;
+  found.clear();
+  for (const auto& [weak, owner] : tensors) {
+    if (auto tensor = weak.lock()) {
+      if (const uint64_t address = address_of(select(tensor.get()))) found.emplace_back(address, owner);
+    }
+  }
+  Context& c = context();
+  Guard guard;
+  if (c.in_checkpoint()) return 0;
+  size_t num_known = 0;
+  for (const auto& [address, owner] : found) num_known += tap().ledger.relabel(address, owner, reftype);
+  return num_known;
+}
+
+}  // namespace
+
+size_t relabel_tensors(const OwnedTensors& tensors, uint32_t reftype) {
+  return relabel_all(tensors, reftype, [](c10::TensorImpl* tensor) -> const c10::TensorImpl* { return tensor; });
+}
+
+size_t relabel_gradients(const OwnedTensors& tensors, uint32_t reftype) {
+  return relabel_all(tensors, reftype, &gradient_of);
+}
+
+bool relabel_tensor(const c10::TensorImpl* tensor, uint32_t owner, uint32_t reftype) {
+  const uint64_t address = address_of(tensor);
+  Context& c = context();
+  Guard guard;
+  if (c.in_checkpoint()) return false;
+  const Block* block = tap().ledger.find(address);
+  if (block == nullptr || block->cell == owner * kNumReftypes + reftype) return false;
+  return tap().ledger.relabel(address, owner, reftype);
+}
+
+Held held(const c10::TensorImpl* tensor, uint32_t owner, uint32_t reftype) {
+  const c10::TensorImpl* gradient = gradient_of(const_cast<c10::TensorImpl*>(tensor));
+  return {address_of(tensor), address_of(gradient), owner, reftype};
+}
+
+void relabel_held(const std::vector<Held>& all) {
+  Context& c = context();
+  Guard guard;
+  if (c.in_checkpoint()) return;
+  Ledger& ledger = tap().ledger;
+  for (const Held& one : all) {
+    if (one.tensor != 0) ledger.relabel(one.tensor, one.owner, one.tensor_reftype);
+    if (one.gradient == 0) continue;
+    const Block* block = ledger.find(one.gradient);
+    if (block != nullptr && block->cell % kNumReftypes != kGradientBucket) {
+      ledger.relabel(one.gradient, one.owner, kGradient);
+    }
+  }
+}
+
+}  // namespace torchmem
