@@ -16,7 +16,7 @@ logger = logging.getLogger("torchmem_exporter")
 
 
 class Watcher:
-    """Looks every ``INTERVAL_SECONDS`` until it is closed.
+    """Looks at once, and every ``INTERVAL_SECONDS`` until it is closed.
 
     Args:
         exposition: of the ranks.
@@ -39,6 +39,7 @@ class Watcher:
         self._thread.join(timeout)
 
     def _run(self) -> None:
+        self._look(is_last=False)  # judging all that the records hold takes a while, which nobody should have to wait
         while not self._closing.wait(self._interval):
             self._look(is_last=False)
         self._look(is_last=True)
