@@ -24,6 +24,7 @@ from torchmem.wire.store import default_dir
 from torchmem_exporter import __version__
 from torchmem_exporter.budget import DEFAULT_DEPTH, DEFAULT_TOP_MODULES, Budget, Level
 from torchmem_exporter.config import (
+    DEFAULT_KEEP_DAYS,
     DEFAULT_LISTEN,
     DEFAULT_LOG_FORMAT,
     DEFAULT_LOG_LEVEL,
@@ -104,6 +105,7 @@ def parse(arguments: Sequence[str] | None = None) -> ValidatedConfig:
         host=host,
         port=port,
         stale_after=flags.stale_after,
+        keep_days=flags.keep_days,
         state_file=flags.state_file.absolute() if flags.state_file else None,
         push=from_environ(os.environ),
         budget=Budget(Level(flags.level), flags.depth, flags.top_modules),
@@ -137,7 +139,12 @@ def run(config: ValidatedConfig) -> None:
             raise _missing(error) from None
 
         guard = Guard(Sources(config.web_config, config.bearer_token_file, config.exposed_host))
-        reader = Reader(config.directory, stale_after=config.stale_after, state_path=config.state_file)
+        reader = Reader(
+            config.directory,
+            stale_after=config.stale_after,
+            state_path=config.state_file,
+            keep_seconds=config.keep_seconds,
+        )
         exposition = Exposition(reader, config.budget, held=config.held)
         server = Server(Routes(exposition), guard, config.host, config.port)
         exposition.parts.append(lambda: own.of_server(server.counts, guard))
@@ -283,6 +290,14 @@ def _parser() -> argparse.ArgumentParser:
         default=DEFAULT_STALE_AFTER_SECONDS,
         metavar="SECONDS",
         help="age at which the record of a live rank counts as old (default: %(default)g)",
+    )
+    parser.add_argument(
+        "--keep-days",
+        type=float,
+        default=DEFAULT_KEEP_DAYS,
+        metavar="DAYS",
+        help="how long after its last write the folder of a job that has ended stays, with what is kept post mortem;"
+        " 0 for always (default: %(default)g)",
     )
     parser.add_argument(
         "--level",

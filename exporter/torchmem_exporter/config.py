@@ -18,6 +18,7 @@ from torchmem_exporter.otlp.config import PushConfig
 
 DEFAULT_LISTEN = "127.0.0.1:20471"
 DEFAULT_STALE_AFTER_SECONDS = 60.0
+DEFAULT_KEEP_DAYS = 14.0
 DEFAULT_LOG_FORMAT = "logfmt"
 DEFAULT_LOG_LEVEL = "info"
 _MAX_PORT = 65535
@@ -32,6 +33,7 @@ class ValidatedConfig:
         host: IP address to listen on.
         port: TCP port; 0 lets the system choose.
         stale_after: seconds after which the record of a live rank counts as old.
+        keep_days: how long after its last write what an ended job has left stays; 0 for always.
         budget: what a rank may cost in series.
         held: baselines that running jobs are held against.
         state_file: where what outlives the sidecar is kept; None for a file in the directory.
@@ -50,6 +52,7 @@ class ValidatedConfig:
     host: str
     port: int
     stale_after: float = DEFAULT_STALE_AFTER_SECONDS
+    keep_days: float = DEFAULT_KEEP_DAYS
     budget: Budget = field(default_factory=Budget)
     held: tuple[HeldRun, ...] = ()
     state_file: Path | None = None
@@ -67,6 +70,8 @@ class ValidatedConfig:
             raise ConfigError(f"port {self.port} does not exist: give one from 1 to {_MAX_PORT}")
         if not (math.isfinite(self.stale_after) and self.stale_after > 0):
             raise ConfigError(f"--stale-after {self.stale_after:g}: give a positive number of seconds")
+        if not (math.isfinite(self.keep_days) and self.keep_days >= 0):
+            raise ConfigError(f"--keep-days {self.keep_days:g}: give a number of days, or 0 to keep everything")
         if self.log_format not in FORMATS:
             raise ConfigError(f"--log-format {self.log_format!r}: give {' or '.join(FORMATS)}")
         if self.log_level not in LEVELS:
@@ -79,6 +84,11 @@ class ValidatedConfig:
             ) from None
         if self.exposed_host is not None and self.web_config is None:
             check_exposure(self.host, has_tls=False, has_authentication=self.bearer_token_file is not None)
+
+    @property
+    def keep_seconds(self) -> float:
+        """How long what an ended job has left stays; infinite for always."""
+        return self.keep_days * 86400 or math.inf
 
     @property
     def exposed_host(self) -> str | None:

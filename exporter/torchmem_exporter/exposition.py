@@ -76,16 +76,17 @@ class Exposition:
             snapshot = self.reader.scan(None)
             return snapshot, [self._judge.judge(rank) for rank in snapshot.ranks]
 
-    def look(self, *, is_last: bool = False) -> None:
+    def look(self, *, is_last: bool = False) -> Snapshot:
         """Judges what is new, so that no step is missed between scrapes, and keeps what was learned."""
         with self._guard:
-            ranks = self.reader.scan(None).ranks
-            for rank in ranks:
+            snapshot = self.reader.scan(None)
+            for rank in snapshot.ranks:
                 self._judge.judge(rank)
-            self._judge.release(ranks)
+            self._judge.release(snapshot.ranks)
         # The disk may be slow: no scrape waits for it.
         self.reader.save()
         self._judge.save(is_due=is_last, guard=self._guard)
+        return snapshot
 
     def text(self, consumer: str | None, *, is_openmetrics: bool) -> tuple[bytes, ...]:
         """The text of a scrape, in pieces.

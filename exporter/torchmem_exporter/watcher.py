@@ -1,16 +1,23 @@
 """The thread that looks at the ranks also when nobody scrapes: a rank's record holds its last 512 steps only.
 
-Invariants: no error leaves the thread, and one that lasts is logged once; the last look keeps what was learned.
+It says of each record that cannot be used why, and removes what jobs have left that ended long ago.
+
+Invariants: no error leaves the thread, and one that lasts is logged once, as are rejections; the last look keeps what
+was learned.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Iterable
 
 from torchmem_exporter.exposition import Exposition
+from torchmem_exporter.reading.reader import Rejection
 
 INTERVAL_SECONDS = 10.0
+MAX_TOLD = 100
+"""Rejections that are logged."""
 
 logger = logging.getLogger("torchmem_exporter")
 
@@ -27,6 +34,7 @@ class Watcher:
         self._interval = interval
         self._closing = threading.Event()
         self._is_failing = False
+        self._told: set[tuple[str, str]] = set()
         self._thread = threading.Thread(target=self._run, name="torchmem-exporter-watcher", daemon=True)
 
     def start(self) -> None:
@@ -46,9 +54,21 @@ class Watcher:
 
     def _look(self, *, is_last: bool) -> None:
         try:
-            self._exposition.look(is_last=is_last)
+            self._tell(self._exposition.look(is_last=is_last).rejections)
+            self._exposition.reader.sweep()
             self._is_failing = False
         except Exception:  # whatever it is, the next look may go well
             if not self._is_failing:
                 logger.exception("the ranks could not be judged")
             self._is_failing = True
+
+    def _tell(self, rejections: Iterable[Rejection]) -> None:
+        """Logs what is new of them; what vanished while it was read is nothing to act on."""
+        for path, reason, detail in rejections:
+            if reason == "vanished" or (path, reason) in self._told or len(self._told) > MAX_TOLD:
+                continue
+            self._told.add((path, reason))
+            if len(self._told) > MAX_TOLD:
+                logger.warning("further records that cannot be used are only counted")
+            else:
+                logger.warning("%a cannot be used (%s): %a", path, reason, detail)

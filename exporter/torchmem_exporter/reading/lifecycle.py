@@ -7,7 +7,8 @@ Invariants: pure but for the clock, which is an argument; an attempt once judged
 even if a successor already holds the lock and has not written yet.
 
 Known limit: of a crash before the sidecar's own start only the record's age is known, so its time of death is taken to
-be that of its last record.
+be that of its last record. Ages are by the host's clock: one that is set back hides how old a record is until it has
+caught up.
 """
 
 from __future__ import annotations
@@ -24,6 +25,9 @@ KEEP_STALE_MEMORY_SECONDS = 600.0
 
 KEEP_CRASHED_SECONDS = 900.0
 """How long a crashed rank's counters and identity stay exposed."""
+
+KEEP_CONSUMER_SECONDS = 3600.0
+"""How long after its last scrape a consumer is waited for, and so the longest that a clean end is exposed."""
 
 KEEP_EXITED_SCRAPES = 2
 """How many scrapes of each consumer see the last record of a clean end."""
@@ -108,7 +112,5 @@ class Life:
         return Verdict(State.CRASHED, has_memory=False)
 
     def _judge_exited(self, age: float) -> Verdict | None:
-        is_news = self.was_seen_alive or age <= KEEP_CRASHED_SECONDS
-        if not is_news:
-            return None
-        return Verdict(State.EXITED, has_memory=True)
+        is_news = age <= (KEEP_CONSUMER_SECONDS if self.was_seen_alive else KEEP_CRASHED_SECONDS)
+        return Verdict(State.EXITED, has_memory=True) if is_news else None

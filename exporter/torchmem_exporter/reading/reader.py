@@ -33,9 +33,10 @@ from torchmem_exporter.labels import clean_label
 from torchmem_exporter.reading import listing
 from torchmem_exporter.reading.burial import BURY_AFTER_SECONDS, Undertaker
 from torchmem_exporter.reading.checked import read_checked
-from torchmem_exporter.reading.lifecycle import KEEP_CRASHED_SECONDS, Life, State, Verdict
+from torchmem_exporter.reading.lifecycle import KEEP_CONSUMER_SECONDS, KEEP_CRASHED_SECONDS, Life, State, Verdict
 from torchmem_exporter.reading.listing import status_of
 from torchmem_exporter.reading.state import FILE_NAME, StateFile
+from torchmem_exporter.reading.sweeper import Sweeper
 from torchmem_exporter.reading.tallies import Tallies
 
 REASONS = (
@@ -59,9 +60,6 @@ REASONS = (
     "version",
 )
 """Why a record may be rejected; counted from zero, so that the first rejection shows as an increase."""
-
-KEEP_CONSUMER_SECONDS = 3600.0
-"""How long after its last scrape a consumer is waited for with what it has still to be shown."""
 
 
 class Rejection(NamedTuple):
@@ -133,6 +131,7 @@ class Reader:
         stale_after: seconds after which a live rank's record counts as old.
         clock: Unix seconds.
         state_path: file of what outlives the sidecar; ``None`` for one in the directory.
+        keep_seconds: how long what an ended job has left stays; infinite for always.
     """
 
     def __init__(
@@ -142,6 +141,7 @@ class Reader:
         stale_after: float,
         clock: Callable[[], float] = time.time,
         state_path: Path | None = None,
+        keep_seconds: float = math.inf,
     ) -> None:
         self.directory = directory
         self._stale_after = stale_after
@@ -154,6 +154,7 @@ class Reader:
         self._state = StateFile(state_path or directory / FILE_NAME)
         self._tallies = Tallies(self._state)
         self._undertaker = Undertaker()
+        self._sweeper = Sweeper(keep_seconds)
 
     @property
     def state(self) -> StateFile:
@@ -163,6 +164,11 @@ class Reader:
     def save(self) -> None:
         """Keeps what attempts have counted, where that has changed; no scan waits for the disk."""
         self._tallies.save(guard=self._guard)
+
+    def sweep(self) -> None:
+        """Removes what jobs have left that ended long ago."""
+        with self._guard:  # a scan would count what goes meanwhile as vanished
+            self._sweeper.sweep(self.directory, self._clock())
 
     def scan(self, consumer: str | None) -> Snapshot:
         """Reads what has changed and judges every rank.
@@ -270,13 +276,15 @@ class _Scan:
         try:
             with listing.descriptor(os.open(folder, listing.FOLDER_FLAGS, dir_fd=base_fd)) as dir_fd:
                 if os.fstat(dir_fd).st_uid not in uids:
-                    raise RecordError("uid", "the folder belongs to another user")
+                    raise RecordError("uid", f"the folder belongs to another user{_owner(base_fd, folder)}")
                 for rank, name in listing.records(dir_fd):
                     self._scan_record(dir_fd, folder, rank, name, uids)
                 # Also what was moved there since the folder was listed.
                 self._scan_graves(dir_fd, folder, uids)
         except RecordError as error:
             self.rejections.append(Rejection(folder, error.reason, str(error)))
+        except PermissionError as error:
+            self.rejections.append(Rejection(folder, "directory", f"{error.strerror}{_owner(base_fd, folder)}"))
         except OSError as error:
             reason = "vanished" if isinstance(error, FileNotFoundError) else "directory"
             self.rejections.append(Rejection(folder, reason, str(error.strerror)))
@@ -377,7 +385,8 @@ class _Scan:
         if life is None or record is None:
             return
         if verdict is None or life.is_used_up(verdict.state, self._watch.consumers):
-            if consumer is not None:  # who only looks takes nothing away
+            # Who only looks takes nothing away: what nobody is to be shown any more, and the dead that are to be moved.
+            if consumer is not None or (verdict is None and record.clock.final):
                 entry.record = entry.shown = None  # jobs of weeks must not pile up in memory
             return
         if consumer is not None and not life.may_show(verdict.state, consumer):
@@ -409,6 +418,15 @@ class _Scan:
         life.wrote()
         self._tallies.note(record, self._watch.now)
         return _Entry(status, life, record, start_time=record.identity.start_time)
+
+
+def _owner(base_fd: int, folder: str) -> str:
+    """Whose it is, where that explains why it cannot be read."""
+    with suppress(RecordError):
+        owner = status_of(base_fd, folder).st_uid
+        if owner != os.geteuid():
+            return f": it belongs to uid {owner}, and this is uid {os.geteuid()}: run the sidecar as who trains"
+    return ""
 
 
 def _fingerprint(status: os.stat_result) -> tuple[int, ...]:

@@ -160,24 +160,13 @@ class RankStore:
         if rank < 0:
             raise StoreError(f"rank {rank} is negative: set RANK to the process's rank")
         directory = Path(directory).absolute()
-        folder = directory / folder_name(train_job)
-        self.path = folder / record_name(rank)
+        self._train_job = train_job
+        self._rank = rank
+        self._folder = directory / folder_name(train_job)
+        self.path = self._folder / record_name(rank)
         self._temporary = f".{record_name(rank)}.tmp"
         self._pid = os.getpid()
-        try:
-            _make_private(directory, owners=(os.geteuid(), 0))
-            _make_private(folder, owners=(os.geteuid(),))
-            self._dir_fd = os.open(folder, _DIRECTORY_FLAGS)
-        except OSError as error:
-            raise _unusable(folder, error) from None
-        try:
-            self._lock_fd, self._key = _take_lock(self._dir_fd, rank, train_job)
-        except OSError as error:
-            os.close(self._dir_fd)
-            raise _unusable(folder, error) from None
-        except StoreError:
-            os.close(self._dir_fd)
-            raise
+        self._dir_fd, self._lock_fd, self._key = self._take_place()
         self._open = True
         with contextlib.suppress(OSError):
             self._remove_temporary()
@@ -188,10 +177,13 @@ class RankStore:
 
         Raises:
             OSError: what the file system said (no space, no directory), or the lock was lost to another process.
-            StoreError: the store is closed, or this is a forked child.
+            StoreError: the store is closed, this is a forked child, or the directory was removed and cannot be made
+                anew.
         """
         if not self._open or os.getpid() != self._pid:
             raise StoreError(f"the record {self.path} is no longer this process's to write")
+        if not self._is_in_place():
+            self._return()
         if not _try_lock(self._lock_fd):
             raise BlockingIOError(errno.EAGAIN, "the rank's lock was lost and another process took it")
         self._remove_temporary()
@@ -213,10 +205,44 @@ class RankStore:
         if not self._open:
             return
         self._open = False
+        self._leave_place()
+
+    def _take_place(self) -> tuple[int, int, tuple[int, int]]:
+        """Opens the job's folder, made where missing, and locks the rank there; descriptors, and the lock's identity."""
+        try:
+            _make_private(self._folder.parent, owners=(os.geteuid(), 0))
+            _make_private(self._folder, owners=(os.geteuid(),))
+            dir_fd = os.open(self._folder, _DIRECTORY_FLAGS)
+        except OSError as error:
+            raise _unusable(self._folder, error) from None
+        try:
+            return (dir_fd, *_take_lock(dir_fd, self._rank, self._train_job))
+        except OSError as error:
+            os.close(dir_fd)
+            raise _unusable(self._folder, error) from None
+        except StoreError:
+            os.close(dir_fd)
+            raise
+
+    def _leave_place(self) -> None:
         with _held_guard:
             _held.discard(self._key)
             os.close(self._lock_fd)
         os.close(self._dir_fd)
+
+    def _is_in_place(self) -> bool:
+        """Whether readers still find the lock where this rank's lies."""
+        try:
+            status = os.stat(self._folder / lock_name(self._rank), follow_symlinks=False)
+        except OSError:
+            return False
+        return _identity(status) == self._key
+
+    def _return(self) -> None:
+        """Takes its place anew: whoever cleaned up there took the folder, or the lock without which it seems dead."""
+        place = self._take_place()
+        self._leave_place()
+        self._dir_fd, self._lock_fd, self._key = place
 
     def _keep_predecessor(self, rank: int) -> None:
         """Moves the record of an attempt that died out of the way of the first write, to be read post mortem."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -74,6 +75,23 @@ def test_bad_ages_are_refused_in_one_line(seconds, capsys):
         status = end.code
     (line,) = capsys.readouterr().err.splitlines()
     assert (status, "--stale-after" in line) == (2, True)
+
+
+@pytest.mark.parametrize("days", ["-1", "nan", "inf", "soon"])
+def test_bad_times_to_keep_are_refused_in_one_line(days, capsys):
+    """What ended would go at once, or nobody know when."""
+    try:
+        status = main([f"--keep-days={days}"])
+    except SystemExit as end:
+        status = end.code
+    (line,) = capsys.readouterr().err.splitlines()
+    assert (status, "--keep-days" in line) == (2, True)
+
+
+def test_zero_days_keep_everything():
+    """Whoever wants to keep all records would lose them all."""
+    assert parse(["--keep-days", "0"]).keep_seconds == math.inf
+    assert parse([]).keep_seconds == 14 * 86400
 
 
 def test_relative_directories_cannot_be_represented():

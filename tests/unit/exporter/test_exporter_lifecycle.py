@@ -95,6 +95,18 @@ def test_exit_is_shown_twice_to_each_consumer(reader, tmp_path):
     assert [entry.record for entry in reader._entries.values()] == [None]
 
 
+def test_an_end_that_nobody_scrapes_is_shown_for_an_hour(reader, tmp_path, clock):
+    """Where people only look at the page, the jobs of weeks would be on it, and in the sidecar's memory."""
+    with living(tmp_path, make_record()) as (store,):
+        shown(reader, None)
+        store.write(encode(make_record(final=True)))
+    clock.now = WRITTEN_AT + 3600
+    assert shown(reader, None) == {0: (State.EXITED, True)}
+    clock.now += 1
+    assert shown(reader, None) == {}
+    assert [entry.record for entry in reader._entries.values()] == [None]
+
+
 def test_who_asks_no_more_is_not_waited_for(reader, tmp_path, clock):
     """After one look by hand the records of all jobs that ended since would stay in a pushing sidecar's memory."""
     shown(reader)

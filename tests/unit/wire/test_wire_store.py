@@ -3,6 +3,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -203,6 +204,37 @@ def test_a_lock_dropped_by_foreign_code_is_taken_again(store):
     assert not held_elsewhere(lock)
     store.write(b"data")
     assert held_elsewhere(lock)
+
+
+def test_a_folder_that_was_removed_is_made_anew(store):
+    """Whoever cleans up would hide a running job for the rest of its life."""
+    store.write(b"1")
+    shutil.rmtree(store.path.parent.parent)
+    store.write(b"2")
+    assert (read(store.path.parent), names(store.path.parent)) == (b"2", ["rank-3.lock", "rank-3.record"])
+    assert held_elsewhere(store.path.with_suffix(".lock"))
+
+
+def test_a_lock_file_that_was_removed_is_made_anew(store):
+    """A cleaner of old files, to which a lock looks forgotten, would make a running rank look crashed."""
+    store.write(b"1")
+    store.path.with_suffix(".lock").unlink()
+    assert not is_held(store.path.parent, "rank-3.lock")
+    store.write(b"2")
+    assert held_elsewhere(store.path.with_suffix(".lock"))
+    assert read(store.path.parent) == b"2"
+
+
+def test_a_place_that_cannot_be_taken_anew_is_tried_again(store):
+    """A record that could not be written once would be the job's last."""
+    folder = store.path.parent
+    shutil.rmtree(folder)
+    folder.write_bytes(b"in the way")
+    with pytest.raises(StoreError, match="is not a directory"):
+        store.write(b"1")
+    folder.unlink()
+    store.write(b"2")
+    assert read(folder) == b"2"
 
 
 def test_two_ranks_in_one_process(tmp_path):
