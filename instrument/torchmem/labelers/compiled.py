@@ -216,7 +216,8 @@ class _Graphs:
             # Those that Dynamo takes to stay at their addresses, as after a compiled step, are no arguments.
             tensors = {id(t): t for t in (*args, *_held_by(original)) if isinstance(t, torch.Tensor)}
             if _has_parameter_and_gradient(tensors):
-                return functools.partial(self._run_step, original)
+                trains = any(self._owners.of_parameter(tensor) != OUTSIDE_OWNER for tensor in tensors.values())
+                return functools.partial(self._run_step, original, self._optimizers.label_held if trains else _nothing)
             owner = self._owner_of(tensors)
             if owner == OUTSIDE_OWNER:
                 return original
@@ -226,8 +227,8 @@ class _Graphs:
             return original
         return functools.partial(self._run_forward, original, frames)
 
-    def _run_step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self._guard(self._optimizers.label_held)
+    def _run_step(self, original: Callable[..., Any], label: Callable[[], None], *args: Any, **kwargs: Any) -> Any:
+        self._guard(label)
         depth = self._native.push_label(OUTSIDE_OWNER, RefType.TEMPORARY)
         try:
             return original(*args, **kwargs)
@@ -275,6 +276,10 @@ class _Graphs:
                 found[owner] = found.get(owner, 0) + 1
                 owner = self._owners.parents[owner]
         return found
+
+
+def _nothing() -> None:
+    """Of a model that is not watched."""
 
 
 def _has_parameter_and_gradient(tensors: dict[int, torch.Tensor]) -> bool:

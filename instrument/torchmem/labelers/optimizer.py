@@ -4,7 +4,9 @@ Works with any optimizer, passed in or not, through torch's global optimizer hoo
 grown or been replaced, so a settled optimizer costs two hooks a step.
 
 Invariants: an exception inside ``optimizer.step()`` (torch then calls no post hook) leaves a label behind that the
-next forward takes away; an optimizer whose closure runs the model (LBFGS) keeps its label.
+next forward takes away; an optimizer whose closure runs the model (LBFGS) keeps its label. What the model holds is only
+looked at before a step that trains it, and in the midst of a backward only what that step trains: the model's backward,
+on another thread perhaps, puts gradients in place without the interpreter's lock.
 
 Limits: state tensors that an optimizer replaces one by one, its dict staying the same, are labelled as its scratch.
 """
@@ -62,6 +64,7 @@ class OptimizerLabeler:
         self._on_step = on_step
         self._thread = threading.local()
         self._seen: weakref.WeakKeyDictionary[Optimizer, tuple[int, int]] = weakref.WeakKeyDictionary()
+        self._trainers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self.step_hooks: StepHooks | None = None
         self.num_steps_seen = 0
 
@@ -111,12 +114,25 @@ class OptimizerLabeler:
         while len(self._open) > num_open:
             self._native.cut_stack(self._open.pop())
 
-    def _before_step(self, _optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+    def _before_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         self.num_steps_seen += 1
         if self._open:
             self._cut_to(num_running_steps() - 1)  # this one runs too
-        self.label_held()
+        if self._is_anchor(optimizer) or self._trains_model(optimizer):
+            self._label_before(optimizer)
         self._open.append(self._native.push_label(OUTSIDE_OWNER, RefType.TEMPORARY))
+
+    def _label_before(self, optimizer: Optimizer) -> None:
+        if torch._C._current_graph_task_id() == -1:  # noqa: SLF001  # outside of backward
+            self.label_held()
+            return
+        # Other threads of this backward may be putting other gradients in place.
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        for owner, gradient in ((self._owners.of_parameter(p), p.grad) for p in parameters):
+            for storage in storages(gradient) if owner != OUTSIDE_OWNER else ():
+                booked = self._native.lookup(storage.data_ptr()) if storage.nbytes() else None
+                if booked is not None and booked[2] != RefType.GRADIENT_BUCKET:
+                    self._native.adopt(storage._cdata, owner, RefType.GRADIENT)  # noqa: SLF001  # the address of the StorageImpl
 
     def _after_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         self._cut_to(max(0, len(self._open) - 1))
@@ -128,10 +144,24 @@ class OptimizerLabeler:
         self._label_state(optimizer)
         if (self._anchor is None or self._anchor() is None) and self._trains_model(optimizer):
             self._anchor = weakref.ref(optimizer)
-        if self._anchor is not None and self._anchor() is optimizer:
+        if self._is_anchor(optimizer):
             self._on_step()
 
+    def _is_anchor(self, optimizer: Optimizer) -> bool:
+        return self._anchor is not None and self._anchor() is optimizer
+
     def _trains_model(self, optimizer: Optimizer) -> bool:
+        if optimizer in self._trainers:
+            return True
+        is_trainer = self._has_parameters_of_model(optimizer)
+        if not is_trainer and optimizer not in self._seen:  # at its first step the model may have got new ones
+            self._owners.refresh()
+            is_trainer = self._has_parameters_of_model(optimizer)
+        if is_trainer:  # one that is none may become one
+            self._trainers.add(optimizer)
+        return is_trainer
+
+    def _has_parameters_of_model(self, optimizer: Optimizer) -> bool:
         parameters = (p for group in optimizer.param_groups for p in group["params"])
         return any(self._owners.of_parameter(p) != OUTSIDE_OWNER for p in parameters)
 
@@ -142,7 +172,8 @@ class OptimizerLabeler:
             return
         self._seen[optimizer] = now
         self._owners.refresh()
-        self._find_anew()
+        if self._is_anchor(optimizer) or self._has_parameters_of_model(optimizer):
+            self._find_anew()
         for parameter, values in state.items():
             owner = self._owners.of_parameter(parameter)
             for tensor in tensors_in(values):
