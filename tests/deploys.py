@@ -31,7 +31,7 @@ CHECKS = {
     ),
     "kubeflow-training": ("kubernetes/overlays/pytorchjob/pytorchjob.yaml",),
     "kubeflow-trainer-api": ("kubernetes/overlays/jobset/jobset.yaml",),
-    "torchmem-exporter": ("kubernetes/sidecar-tls/web-config.yml",),
+    "torchmem-exporter": ("kubernetes/sidecar-tls/web-config.yml", "slurm/web.yml.example"),
     "helm": ("helm/torchmem-exporter/**/*",),
     "comparison with grafana/": (
         "kubernetes/monitoring/prometheusrule.yaml",

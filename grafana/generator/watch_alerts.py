@@ -100,14 +100,20 @@ def snapshot_rejected(settings: Settings) -> Alert:
             Check(what="The same files, as the command line reads them:", command="torchmem show"),
         ),
         act=(
-            "`version`: ranks and sidecar are of releases that do not fit; the sidecar must be at least as new.",
+            (
+                "`version`: ranks and sidecar are of releases whose records differ in their major version: bring both "
+                "to the same. Within a major version either may be the newer."
+            ),
             (
                 "`uid`, `symlink`, `hard_link`, `not_regular`, `open`: something else writes there, or permissions are "
                 "wrong. Find out who does."
             ),
             "`truncated`, `checksum`: the file system is full, or broken.",
             "`identity`, `duplicate`: two ranks write under one name; look at how the job sets `train_job` and ranks.",
-            "`directory`: the sidecar's directory does not exist or may not be read.",
+            (
+                "`directory`: the sidecar's directory may not be read, or a job's folder belongs to another user than "
+                "the one the sidecar runs as."
+            ),
             "`schema`, `books`, `sums`, `values`: keep the file, delete it from the directory, and report it.",
         ),
         false_when=("A leftover of a crashed writer: delete the file.",),

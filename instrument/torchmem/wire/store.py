@@ -208,7 +208,7 @@ class RankStore:
         self._leave_place()
 
     def _take_place(self) -> tuple[int, int, tuple[int, int]]:
-        """Opens the job's folder, made where missing, and locks the rank there; descriptors, and the lock's identity."""
+        """Opens the folder, made where missing, and locks the rank there; descriptors, and the identity of the lock."""
         try:
             _make_private(self._folder.parent, owners=(os.geteuid(), 0))
             _make_private(self._folder, owners=(os.geteuid(),))
@@ -233,7 +233,7 @@ class RankStore:
     def _is_in_place(self) -> bool:
         """Whether readers still find the lock where this rank's lies."""
         try:
-            status = os.stat(self._folder / lock_name(self._rank), follow_symlinks=False)
+            status = (self._folder / lock_name(self._rank)).lstat()
         except OSError:
             return False
         return _identity(status) == self._key

@@ -66,7 +66,8 @@ def test_a_death_is_seen_from_the_other_container(pod, namespaces, tmp_path, mon
     (sidecar,) = pod["initContainers"]
     address = backends.free_address()
     arguments = [f"--listen={address}" if "--listen" in argument else argument for argument in sidecar["args"]]
-    monkeypatch.setenv("TORCHMEM_DIR", pod["containers"][0]["env"][-1]["value"])
+    (directory,) = [one["value"] for one in pod["containers"][0]["env"] if one["name"] == "TORCHMEM_DIR"]
+    monkeypatch.setenv("TORCHMEM_DIR", directory)
     training = [sys.executable, "-c", TRAINING, deploys.ROOT / "tests"]
 
     def states():

@@ -63,6 +63,22 @@ def test_containers_are_confined(services):
         assert service["security_opt"] == ["no-new-privileges:true"], name
 
 
+def test_no_service_takes_the_machine(services):
+    """A server that grows would take the memory, the processes or the disk of the training beside it."""
+    for name, service in services.items():
+        assert 0 < int(service["mem_limit"]) <= 2 << 30, name
+        assert 0 < service["pids_limit"] <= 256, name
+    assert services["sidecar"]["mem_limit"] == str(384 << 20)
+    assert flag(services["prometheus"], "--storage.tsdb.retention.size") == "8GB"
+
+
+def test_nobody_logs_in_to_grafana(services):
+    """Whoever knows the first password of `admin` could change data sources, and so ask any address."""
+    environment = services["grafana"]["environment"]
+    assert environment["GF_AUTH_DISABLE_LOGIN_FORM"] == "true"
+    assert environment["GF_AUTH_BASIC_ENABLED"] == "false"
+
+
 def test_the_sidecar_accepts_its_arguments(services):
     """The sidecar would end with status 2, again and again, or not see what is mounted."""
     sidecar = services["sidecar"]

@@ -50,7 +50,11 @@ VALUES = {
             "podLabels": {"b": "2"},
             "resources": {"limits": {"memory": "1Gi"}},
         },
-        "prometheusRule": {"enabled": True, "labels": {"release": "prometheus"}},
+        "prometheusRule": {
+            "enabled": True,
+            "labels": {"release": "prometheus"},
+            "runbookBase": "https://git.example/torchmem/",
+        },
         "dashboards": {"enabled": True, "annotations": {"grafana_folder": "torchmem"}},
     },
     "monitoring alone": {"daemonset": {"enabled": False}, "networkPolicy": {"enabled": False}, **MONITORED},
@@ -60,6 +64,7 @@ REFUSED = {
     "a level that is none": {"level": "everything"},
     "a relative directory": {"daemonset": {"hostPath": "run/torchmem"}},
     "a label that is no text": {"daemonset": {"podLabels": {"a": True}}},
+    "runbooks at no address": {"prometheusRule": {"runbookBase": "git.example"}},
     "TLS that Prometheus cannot follow": {"web": {"secretName": "web"}, "podMonitor": {"enabled": True}},
 }
 PARENT = """\
@@ -169,6 +174,7 @@ def test_the_exporter_accepts_its_arguments(values, helm):
         config = parse(container["args"])
         assert [entry["containerPort"] for entry in container["ports"]] == [config.port] == [port]
         assert str(config.directory) in [mount["mountPath"] for mount in container["volumeMounts"]]
+        assert {"name": "TORCHMEM_DIR", "value": str(config.directory)} in container["env"]
         assert config.allow_open_bind == ("web" not in values)
     for policy in [item for item in items if item["kind"] == "NetworkPolicy"]:
         assert policy["spec"]["ingress"][0]["ports"] == [{"protocol": "TCP", "port": port}]
@@ -184,6 +190,25 @@ def test_rules_and_dashboards_are_all_there(helm):
     there = {name: text for item in items if item["kind"] == "ConfigMap" for name, text in item["data"].items()}
     sources = (CHART / "files" / "dashboards").glob("*.json")
     assert there == {file.name: file.read_text() for file in sources}
+
+
+def test_runbooks_are_where_they_can_be_read(helm):
+    """Whoever is woken at night would have the path of a file of some checkout."""
+    items, _ = rendered(helm, CHART, VALUES["everything set"])
+    (rule,) = [item for item in items if item["kind"] == "PrometheusRule"]
+    alerts = [one for group in rule["spec"]["groups"] for one in group["rules"] if "alert" in one]
+    assert alerts
+    for alert in alerts:
+        path = f"grafana/runbooks/{alert['alert']}.md"
+        assert alert["annotations"]["runbook_url"] == f"https://git.example/torchmem/{path}"
+        assert (deploys.ROOT / path).is_file()
+
+
+def test_the_notes_say_which_level_the_namespace_needs(helm):
+    """No pod of the DaemonSet would start, in a cluster that is strict by default, and nobody know why."""
+    with helm.Chart.load(CHART) as chart:
+        notes = chart.render({}, name="demo", namespace="training")["torchmem-exporter/templates/NOTES.txt"]
+    assert "kubectl label namespace training pod-security.kubernetes.io/enforce=privileged\n" in notes
 
 
 BESIDE = {
@@ -209,6 +234,7 @@ def test_another_chart_puts_the_sidecar_beside_its_training(values, helm, tmp_pa
     assert sidecar["securityContext"].get("runAsUser") == (0 if "runAsNonRoot" in values else None)
     assert sidecar["securityContext"]["runAsNonRoot"] == ("runAsNonRoot" not in values)
     assert training["env"] == [{"name": "TORCHMEM_DIR", "value": directory}]
+    assert training["env"][0] in sidecar["env"]
     shared = {"name": "torchmem", "mountPath": directory}
     assert shared in sidecar["volumeMounts"]
     assert training["volumeMounts"] == [shared]

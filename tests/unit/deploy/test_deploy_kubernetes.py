@@ -4,6 +4,7 @@ objects say of each other, and to the sidecar, holds."""
 from __future__ import annotations
 
 import functools
+import os
 import shutil
 import subprocess
 
@@ -145,6 +146,59 @@ def test_the_sidecar_accepts_its_arguments(root, render):
         mounted = {mount["mountPath"]: mount for mount in container["volumeMounts"]}
         assert not mounted[str(config.directory)].get("readOnly")
         assert bool(config.web_config) != config.allow_open_bind
+        # For the command line in the container, by `kubectl exec`.
+        assert {"name": "TORCHMEM_DIR", "value": str(config.directory)} in container["env"]
+
+
+NAMES = {
+    "Pod": "metadata.name",
+    "Job": "metadata.labels['batch.kubernetes.io/job-name']",
+    "JobSet": "metadata.labels['jobset.sigs.k8s.io/jobset-name']",
+    "PyTorchJob": "metadata.labels['training.kubeflow.org/job-name']",
+}
+
+
+@pytest.mark.parametrize("root", [*TRAINING, "overlays/on-node"])
+def test_each_job_has_a_name_of_its_own(root, render):
+    """Two jobs of a cluster would become one in the rules, or one job another at each start."""
+    (item,) = [item for item in render(root) if manifests.pod_templates(item)]
+    for template in manifests.pod_templates(item):
+        (training,) = template["spec"]["containers"]
+        (name,) = [variable for variable in training["env"] if variable["name"] == "TORCHMEM_TRAIN_JOB"]
+        assert name["valueFrom"] == {"fieldRef": {"fieldPath": NAMES[item["kind"]]}}
+
+
+TORCHRUN = """#!/bin/sh
+trap "echo ending; sleep 0.3; exit 3" TERM
+echo "$@"
+[ "$FATE" = killed ] || exit $FATE
+while :; do sleep 0.1; done
+"""
+POST_MORTEM = """#!/bin/sh
+echo torchmem "$@"
+"""
+
+
+@pytest.mark.parametrize("fate", ["0", "9", "killed"])
+@pytest.mark.parametrize("root", [*TRAINING, "overlays/on-node"])
+def test_training_that_fails_tells_who_held_what(root, fate, render, tmp_path):
+    """Post-mortems would go with the pod unseen, a failure be taken for success, or SIGTERM not end the training."""
+    for name, text in (("torchrun", TORCHRUN), ("torchmem", POST_MORTEM)):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    (item, *_) = [item for item in render(root) if manifests.pod_templates(item)]
+    command = manifests.pod_templates(item)[0]["spec"]["containers"][0]["command"]
+    environment = {"PATH": f"{tmp_path}:{os.defpath}", "FATE": fate, "JOB_COMPLETION_INDEX": "1"}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with subprocess.Popen(command, env=environment, **pipes) as shell:
+        given = shell.stdout.readline()
+        assert given.endswith("train.py\n")
+        assert ("--node-rank=1 " in given) == (item["kind"] in {"Job", "JobSet"})
+        if fate == "killed":
+            shell.terminate()
+        said = shell.stdout.read()
+    endings = {"0": (0, ""), "9": (9, "torchmem post-mortem\n"), "killed": (3, "ending\ntorchmem post-mortem\n")}
+    assert (shell.returncode, said) == endings[fate]
 
 
 @pytest.mark.parametrize("root", TRAINING)

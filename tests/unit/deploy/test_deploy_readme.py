@@ -54,3 +54,18 @@ def test_the_kustomization_it_shows_works(kubectl, tmp_path):
     (image,) = yaml.safe_load(shown)["images"]
     (sidecar,) = template["spec"]["initContainers"]
     assert sidecar["image"] == f"{image['newName']}:{image['newTag']}"
+
+
+def test_the_command_it_shows_gives_runbooks_an_address(kubectl):
+    """Who copies it would have alerts without runbooks, or apply what kustomize did not make."""
+    (shown,) = re.findall(r"^kubectl kustomize (\S+) \|\n\s+(sed '[^']*') \| kubectl apply", README, re.MULTILINE)
+    done = subprocess.run([kubectl, "kustomize", deploys.ROOT / shown[0]], capture_output=True, text=True, check=True)
+    changed = subprocess.run(["sh", "-c", shown[1]], input=done.stdout, capture_output=True, text=True, check=True)
+    before, after = manifests.objects(done.stdout), manifests.objects(changed.stdout)
+    assert [item["kind"] for item in before] == [item["kind"] for item in after]
+    (rule,) = [item for item in after if item["kind"] == "PrometheusRule"]
+    alerts = [one for group in rule["spec"]["groups"] for one in group["rules"] if "alert" in one]
+    assert len(alerts) > 10
+    for alert in alerts:
+        path = f"grafana/runbooks/{alert['alert']}.md"
+        assert alert["annotations"]["runbook_url"] == f"https://git.example/torchmem/{path}"

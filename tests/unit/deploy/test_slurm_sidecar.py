@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import base64
 import contextlib
 import os
 import signal
@@ -9,11 +11,16 @@ import subprocess
 import sys
 from pathlib import Path
 
+import bcrypt
 import pytest
+import trustme
+import yaml
 
 import deploys
 from backends import get, wait_until
 from slurms import targets
+from torchmem.errors import ConfigError
+from torchmem_exporter.serving.security import Guard, Sources
 
 SLURM = deploys.DEPLOY / "slurm"
 JOB = {"SLURM_CLUSTER_NAME": "alps", "SLURM_JOB_ID": "77", "SLURMD_NODENAME": "n3"}
@@ -127,3 +134,24 @@ def test_promtool_takes_the_configuration(promtool, tmp_path):
     done = subprocess.run(line, capture_output=True, text=True, timeout=30, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     deploys.passed("promtool", "slurm/prometheus.yml")
+
+
+def test_the_web_configuration_lets_in_who_has_the_password(tmp_path):
+    """The sidecar would not start with the example once it is filled in, or would with the example as it is."""
+    path = tmp_path / "web.yml"
+    text = (SLURM / "web.yml.example").read_text()
+    certificate = trustme.CA().issue_cert("n3")
+    certificate.private_key_pem.write_to_path(tmp_path / "web.key")
+    certificate.cert_chain_pems[0].write_to_path(tmp_path / "web.crt")
+    path.write_text(text)
+    with pytest.raises(ConfigError):
+        Guard(Sources(path, None, "0.0.0.0"))
+    path.write_text(text.replace("BCRYPT_HASH", bcrypt.hashpw(b"secret", bcrypt.gensalt(4)).decode()))
+    guard = Guard(Sources(path, None, "0.0.0.0"))
+    assert guard.is_tls
+    (scrape,) = yaml.safe_load((SLURM / "prometheus.yml").read_text())["scrape_configs"]
+    user = scrape["basic_auth"]["username"]
+    for password, is_let_in in (("secret", True), ("guessed", False)):
+        given = base64.b64encode(f"{user}:{password}".encode()).decode()
+        assert asyncio.run(guard.allows(f"Basic {given}")) is is_let_in
+    deploys.passed("torchmem-exporter", "slurm/web.yml.example")

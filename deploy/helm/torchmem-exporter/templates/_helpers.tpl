@@ -44,7 +44,12 @@ torchmem/exporter: node
 {{- end }}
 {{- end }}
 
+{{- /* Takes the same; the directory is for `kubectl exec POD -c torchmem -- torchmem show`. */}}
 {{- define "torchmem.env" -}}
+{{- $directory := index . 1 }}
+{{- with index . 0 -}}
+- name: TORCHMEM_DIR
+  value: {{ $directory }}
 - name: K8S_POD_NAME
   valueFrom:
     fieldRef:
@@ -67,14 +72,15 @@ torchmem/exporter: node
 - name: K8S_CLUSTER_NAME
   value: {{ . | quote }}
 {{- end }}
-{{- with .Values.otlp.endpoint }}
+{{- if .Values.otlp.endpoint }}
 - name: OTEL_EXPORTER_OTLP_ENDPOINT
-  value: {{ . | quote }}
+  value: {{ .Values.otlp.endpoint | quote }}
 - name: OTEL_EXPORTER_OTLP_PROTOCOL
-  value: {{ $.Values.otlp.protocol | quote }}
+  value: {{ .Values.otlp.protocol | quote }}
 {{- end }}
 {{- with .Values.extraEnv }}
 {{ toYaml . }}
+{{- end }}
 {{- end }}
 {{- end }}
 

@@ -13,7 +13,8 @@ For a chart of your own that trains: name this one as a dependency (daemonset.en
     volumes: {{- include "torchmem.sidecar.volumes" $torchmem | nindent 6 }}
 
 Each is a list (labels: a map), to be put beside what is there. The pod's runAsUser and fsGroup hold for both containers:
-records can be read by the user who left them.
+records can be read by the user who left them. Name the job beside torchmem.sidecar.env, with TORCHMEM_TRAIN_JOB: jobs
+without a name become one, or a new one at each start.
 */}}
 {{- define "torchmem.sidecar.labels" -}}
 torchmem/exporter: sidecar
@@ -46,7 +47,7 @@ torchmem/exporter: sidecar
   restartPolicy: Always
   args: {{- include "torchmem.args" (list . .Values.sidecar.directory) | nindent 4 }}
   ports: {{- include "torchmem.ports" . | nindent 4 }}
-  env: {{- include "torchmem.env" . | nindent 4 }}
+  env: {{- include "torchmem.env" (list . .Values.sidecar.directory) | nindent 4 }}
   volumeMounts:
     {{- include "torchmem.sidecar.mounts" . | nindent 4 }}
     {{- if .Values.web.secretName }}
