@@ -1,4 +1,4 @@
-"""Writes what is generated, beside this file and below ``deploy``: ``python grafana/generate.py``.
+"""Writes what is generated, beside this file and below ``deploy`` and ``docs``: ``python grafana/generate.py``.
 
 Only files of its own are touched; a runbook without an alert is deleted.
 """
@@ -8,11 +8,12 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from generator import dashboards, deployed
+from generator import dashboards, deployed, reference
 from generator.catalogue import RUNBOOKS, files
 
 FOLDER = Path(__file__).resolve().parent
 DEPLOY = FOLDER.parent / "deploy"
+DOCS = FOLDER.parent / "docs"
 
 
 def main() -> int:
@@ -23,6 +24,7 @@ def main() -> int:
             page.unlink()
     written = {FOLDER / name: content for name, content in contents.items()}
     written |= {DEPLOY / name: content for name, content in deployed.files().items()}
+    written[DOCS / reference.METRICS] = reference.page()
     for path, content in written.items():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(content, encoding="utf-8")

@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 import yaml
 
+from generator import reference
 from generator.catalogue import ALERTS, RULES, RUNBOOKS, alerts, files
 from generator.model import Severity
 from generator.settings import DEFAULTS
+from torchmem_exporter.catalog import METRICS
 
 GRAFANA = Path(__file__).resolve().parents[3] / "grafana"
 NAMES = {
@@ -45,6 +47,14 @@ def test_the_alerts_are_those_promised():
 def test_checked_in_files_are_as_generated(name):
     """Somebody changed a generated file, or the catalogue and forgot `make generate`."""
     assert (GRAFANA / name).read_text() == files()[name]
+
+
+def test_the_page_of_metrics_is_as_generated_and_whole():
+    """A metric would be looked for in vain, or be described as it once was."""
+    text = (GRAFANA.parent / "docs" / reference.METRICS).read_text()
+    assert text == reference.page()
+    listed = [line.split("`")[1] for line in text.splitlines() if line.startswith("| `")]
+    assert sorted(listed) == sorted(metric.prometheus_name for metric in METRICS)
 
 
 def test_no_runbook_is_left_over():
