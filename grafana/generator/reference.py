@@ -16,8 +16,8 @@ _HEAD = """\
 # Metrics
 
 All that the sidecar exposes, generated from its catalog; `make generate` writes this page. In Prometheus and over OTLP
-a series has the same name and the same labels: the dotted name is the instrument's, and Prometheus derives the other from
-it. Bytes of a rank that is gone are told no more; its counters and its state stay for a quarter of an hour.
+a series has the same name and the same labels: the dotted name is the instrument's, and Prometheus derives the other
+from it. Bytes of a rank that is gone are told no more; its counters and its state stay for a quarter of an hour.
 
 `train_job` is the name of the training job, `rank` its number in it, `device` `cpu` or `cuda:N`, `module` the
 module that holds the bytes, `reftype` what they are for. How many modules are told apart is `--level`'s: `core` none,
@@ -25,12 +25,11 @@ module that holds the bytes, `reftype` what they are for. How many modules are t
 """
 _KINDS = {Kind.COUNTER: "counter", Kind.GAUGE: "gauge", Kind.UPDOWN: "gauge, may be summed"}
 _SECTIONS = (
-    ("By module", "torchmem.module."),
-    ("By device", "torchmem.memory."),
-    ("The allocator", "torchmem.allocator."),
-    ("Checkpoints", "torchmem.checkpoint."),
-    ("The sidecar itself", "torchmem.exporter."),
-    ("The sidecar's pushes", "torchmem.otlp."),
+    ("By module", ("torchmem.module.",)),
+    ("By device", ("torchmem.memory.", "torchmem.device.")),
+    ("The allocator", ("torchmem.allocator.",)),
+    ("Checkpoints", ("torchmem.checkpoint.",)),
+    ("The sidecar itself", ("torchmem.exporter.", "torchmem.snapshot.errors", "torchmem.scrape.", "torchmem.build.")),
 )
 _REST = "Steps, ranks and what watches them"
 
@@ -39,11 +38,11 @@ def page() -> str:
     """The whole page, Markdown."""
     left = list(catalog.METRICS)
     parts = []
-    for title, prefix in _SECTIONS:
-        found = [metric for metric in left if metric.otel_name.startswith(prefix)]
+    for title, prefixes in _SECTIONS:
+        found = [metric for metric in left if metric.otel_name.startswith(prefixes)]
         left = [metric for metric in left if metric not in found]
         parts.append(_section(title, found))
-    parts.insert(-2, _section(_REST, left))
+    parts.insert(-1, _section(_REST, left))
     return "\n".join((_HEAD, *parts))
 
 
@@ -52,16 +51,8 @@ def _section(title: str, metrics: Iterable[Metric]) -> str:
         f"| `{one.prometheus_name}` | {_KINDS[one.kind]} | {_labels(one)} | {one.help} | `{one.otel_name}` |"
         for one in metrics
     ]
-    return "\n".join(
-        (
-            f"## {title}",
-            "",
-            "| metric | kind | labels | meaning | instrument |",
-            "| --- | --- | --- | --- | --- |",
-            *rows,
-            "",
-        )
-    )
+    head = ("| metric | kind | labels | meaning | instrument |", "| --- | --- | --- | --- | --- |")
+    return "\n".join((f"## {title}", "", *head, *rows, ""))
 
 
 def _labels(metric: Metric) -> str:
