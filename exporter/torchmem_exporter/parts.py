@@ -15,6 +15,7 @@ and the smallest reftypes are summed as ``__other__`` too; at least one point a 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -45,6 +46,10 @@ class _Book(NamedTuple):
     device: str
     keys: list[int]
     amounts: list[int]
+
+
+_Place = tuple[Metric, str, int]
+"""Metric, device's label and reftype: of all modules as one."""
 
 
 @dataclass
@@ -113,7 +118,7 @@ class RankParts:
         limit = self._budget.max_series(len(record.devices))
         allowance = None if limit is None else max(0, limit - num_others)
         is_new = self._note(books)
-        if is_new:
+        if is_new and (allowance is None or not self._has_too_many_modules()):  # else they are chosen first
             self._place()
         if allowance is not None:
             # What is told besides may become more, when the rank begins to drift.
@@ -154,21 +159,23 @@ class RankParts:
     def _place(self) -> None:
         """Decides for all that ever held bytes, as things are shown now."""
         self._points = {metric: _Points() for metric in _METRICS}
+        modules = [self._module_label(index) for index in range(len(self._names))]
+        reftypes = [self._reftype_label(index) for index in range(len(self._reftype_names))]
         for (metric, device), cells in self._cells.items():
             prefix = (*self._prefix, clean_label(device))
-            for key in sorted(cells, key=lambda key: (key & MODULE_MASK, key)):
-                reftype = key >> REFTYPE_SHIFT
-                label = self._reftype_label(reftype)
-                if self._shows_modules:
-                    module = self._module_label(key & MODULE_MASK)
-                    self._points[metric].place(device, key, (*prefix, module, label))
-                if metric in _TOTALS:
-                    self._points[_TOTALS[metric]].place(device, reftype, (*prefix, label))
+            keys = sorted(cells, key=lambda key: (key & MODULE_MASK, key))
+            if self._shows_modules:
+                for key in keys:
+                    labels = (*prefix, modules[key & MODULE_MASK], reftypes[key >> REFTYPE_SHIFT])
+                    self._points[metric].place(device, key, labels)
+            if metric in _TOTALS:
+                for reftype in dict.fromkeys(key >> REFTYPE_SHIFT for key in keys):
+                    self._points[_TOTALS[metric]].place(device, reftype, (*prefix, reftypes[reftype]))
         for points in self._points.values():
             points.frozen = tuple(points.labels)
         by_label: dict[str, list[int]] = {}
-        for index in range(len(self._names)):
-            by_label.setdefault(self._module_label(index), []).append(index)
+        for index, label in enumerate(modules):
+            by_label.setdefault(label, []).append(index)
         self._alike = list(by_label.values())
         held = {key & MODULE_MASK for cells in self._cells.values() for key in cells}
         self.num_hidden = sum(not self._is_shown(index) for index in held)
@@ -191,8 +198,11 @@ class RankParts:
         return sum(len(points.labels) for points in self._points.values())
 
     def _is_over(self, allowance: int) -> bool:
+        return self._has_too_many_modules() or self._num_points() > allowance
+
+    def _has_too_many_modules(self) -> bool:
         num_shown = len(self._held if self._shown is None else self._held & self._shown)
-        return self._num_points() > allowance or (self._shows_modules and num_shown > self._budget.top_modules)
+        return self._shows_modules and num_shown > self._budget.top_modules
 
     def _is_challenged(self, books: Iterable[_Book]) -> bool:
         return self._shown is not None and is_challenged(self._sizes(books), self._shown)
@@ -201,28 +211,44 @@ class RankParts:
         """Chooses modules, or no modules and fewer reftypes, so that all points fit."""
         before, self._shown = self._shown or frozenset(), frozenset()
         self._shown_reftypes = None
-        self._shows_modules = self._budget.level is not Level.CORE
-        self._place()
-        room = allowance - self._num_points()  # past what there is with all modules as one
-        if self._shows_modules and room >= 0:
+        places = self._places()
+        points = {(metric, device, self._reftype_names[reftype]) for metric, device, reftype in places}
+        num_totals = sum(metric in _TOTALS for metric, _, _ in points)
+        room = allowance - num_totals - len(points)  # past what there is with all modules as one
+        self._shows_modules = self._budget.level is not Level.CORE and room >= 0
+        if self._shows_modules:
             limits = {"max_modules": self._budget.top_modules, "max_cost": room}
             self._shown = choose(self._sizes(books), self._costs(), before, **limits)
-            return
-        self._shows_modules = False
-        self._place()
-        if self._num_points() > allowance:
-            self._choose_reftypes(books, allowance)
+        elif num_totals > allowance:
+            self._choose_reftypes(books, places, allowance)
 
-    def _choose_reftypes(self, books: Sequence[_Book], allowance: int) -> None:
-        held = {key >> REFTYPE_SHIFT: 0 for cells in self._cells.values() for key in cells}
+    def _places(self) -> list[_Place]:
+        """Where anything ever held bytes."""
+        return [
+            (metric, clean_label(device), reftype)
+            for (metric, device), cells in self._cells.items()
+            for reftype in {key >> REFTYPE_SHIFT for key in cells}
+        ]
+
+    def _choose_reftypes(self, books: Sequence[_Book], places: Sequence[_Place], allowance: int) -> None:
+        held = {reftype: 0 for _, _, reftype in places}
         for book in books:
             for key, amount in zip(book.keys, book.amounts, strict=True):
                 held[key >> REFTYPE_SHIFT] += amount
+        totals: dict[int, list[tuple[Metric, str]]] = {reftype: [] for reftype in held}
+        for metric, device, reftype in places:
+            if metric in _TOTALS:
+                totals[reftype].append((metric, device))
+        names = self._reftype_names
+        points = Counter((*total, names[reftype]) for reftype, where in totals.items() for total in where)
         kept = sorted(held, key=lambda reftype: (-held[reftype], reftype))
-        while self._num_points() > allowance and kept:
-            kept.pop()
-            self._shown_reftypes = frozenset(kept)
-            self._place()
+        while len(points) > allowance and kept:
+            dropped = kept.pop()
+            for metric, device in totals[dropped]:
+                points[metric, device, OTHER] += 1
+                points[metric, device, names[dropped]] -= 1
+            points = +points  # without those that no reftype is left of
+        self._shown_reftypes = frozenset(kept)
 
     def _sizes(self, books: Iterable[_Book]) -> dict[str, int]:
         """Of each name that ever held bytes the most that it holds in one book, in bytes."""
@@ -235,11 +261,11 @@ class RankParts:
 
     def _costs(self) -> dict[str, int]:
         """Of each name that ever held bytes the points that it takes."""
-        taken: dict[str, set[tuple[Metric, str, int]]] = {}
-        for (metric, device), cells in self._cells.items():
-            for key in cells:
-                taken.setdefault(self._names[key & MODULE_MASK], set()).add((metric, device, key >> REFTYPE_SHIFT))
-        return {name: len(points) for name, points in taken.items()}
+        costs: Counter[str] = Counter()
+        for cells in self._cells.values():
+            points = {(self._names[key & MODULE_MASK], key >> REFTYPE_SHIFT) for key in cells}
+            costs.update(name for name, _ in points)
+        return costs
 
     # -- what a scrape does
 

@@ -1,7 +1,7 @@
 """The command line of ``torchmem baseline``: what is usual of a run, kept by name to hold later runs against.
 
-What a sidecar over the directory has learned is taken, and brought up to date with the records; where there is none, a
-baseline is learned from the steps that the records' rings hold.
+What a sidecar over the directory has learned is taken, and brought up to date with the records; where there is none, or
+where it holds the job against a baseline that was kept, one is learned from the steps that the records' rings hold.
 
 Invariants: importing this imports no torch, nor anything of the sidecar; a rank and device whose baseline is not known
 yet is named and left out; the file is replaced whole.
@@ -16,13 +16,12 @@ import argparse
 import contextlib
 import os
 import re
-import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torchmem.command_line import add_directory, complain, print_drawn, print_json, records_dir
+from torchmem.command_line import complain, print_drawn, print_json, print_line, records_dir
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
     from torchmem.wire.record import Record
     from torchmem_exporter.drift.baseline import Baselines
     from torchmem_exporter.drift.composition import Composition
+    from torchmem_exporter.drift.drift import Drift
     from torchmem_exporter.drift.judge import Drifts
 
 UNKNOWN, UNUSABLE = 1, 2
@@ -47,7 +47,9 @@ def add_parser(commands: Any) -> None:
     help_text = "write what is usual of a job's ranks to a file"
     save = actions.add_parser("save", help=help_text, description=f"{help_text.capitalize()}.")
     save.add_argument("name", metavar="NAME", help="what to call it")
-    add_directory(save)
+    help_text = "directory of the records, or a job's folder in it (default: TORCHMEM_DIR, else where jobs write)"
+    directory = save.add_argument("directory", metavar="[DIR]", type=Path, help=help_text)
+    directory.required = False  # with nargs="?" argparse would take it as left out where an option follows NAME
     save.add_argument("--job", metavar="J", help="only this training job")
     save.add_argument("--output", metavar="FILE", type=Path, help="where to (default: NAME.baseline.json, here)")
     help_text = "show a file of baselines"
@@ -99,7 +101,7 @@ def _save(arguments: argparse.Namespace) -> int:
         complain(f"cannot write {output}: {error.strerror}")
         return UNUSABLE
     ranks = len({one.rank for one in saved.baselines})
-    sys.stdout.write(f"{output}: {len(saved.baselines)} baselines of {ranks} of {saved.world_size} ranks\n")
+    print_line(f"{output}: {len(saved.baselines)} baselines of {ranks} of {saved.world_size} ranks")
     return 0
 
 
@@ -131,10 +133,10 @@ def collect(name: str, records: list[Record], learned: Drifts) -> tuple[Baseline
     for record in records:
         identity = record.identity
         drifts = learned.get(clean_label(identity.train_job), {}).get(str(identity.rank), {})
-        for device, drift in learn(record, drifts).items():
+        held = {device for device, drift in drifts.items() if drift.is_held}
+        for device, drift in learn(record, drifts, held=()).items():
             if drift.level is None:
-                num_steps = drift.learning.num_steps if drift.learning else 0
-                reason = f"after {num_steps} ordinary steps its baseline is not known yet"
+                reason = _why_unknown(drift, was_held=device in held)
                 unknown.append(f"rank {identity.rank} {printable(device)} is left out: {reason}")
                 continue
             baselines.append(
@@ -152,6 +154,14 @@ def collect(name: str, records: list[Record], learned: Drifts) -> tuple[Baseline
         torchmem_version=first.torchmem_version,
         baselines=baselines,
     ), unknown
+
+
+def _why_unknown(drift: Drift, *, was_held: bool) -> str:
+    num_steps = drift.learning.num_steps if drift.learning else 0
+    reason = f"after {num_steps} ordinary steps its baseline is not known yet"
+    if was_held:
+        reason += " (no more are in its record, and the sidecar has learned none: it holds the job against --baseline)"
+    return reason
 
 
 def _write(path: Path, data: bytes) -> None:

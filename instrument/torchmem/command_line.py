@@ -49,6 +49,12 @@ def complain(line: str) -> None:
     sys.stderr.write(f"torchmem: {line}\n")
 
 
+def print_line(text: str) -> None:
+    """Prints a line, which may hold a path or another name."""
+    _replace_what_cannot_be_shown()
+    sys.stdout.write(f"{text}\n")
+
+
 def print_json(data: Any) -> None:
     """Prints plain data as JSON."""
     import json
@@ -60,12 +66,17 @@ def print_drawn(draw: Callable[[Any], None]) -> None:
     """Prints what a function draws on a console of rich."""
     from rich.console import Console
 
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a module's name may not fit the terminal's encoding
+    _replace_what_cannot_be_shown()
     console = Console(highlight=False)
     with console.capture() as drawn:  # rich has an end of its own, with status 1, for a pipe that closes
         draw(console)
     _print_lines(drawn.get())
+
+
+def _replace_what_cannot_be_shown() -> None:
+    """From now on; a name may not fit the terminal's encoding."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
 
 
 def _print_lines(text: str) -> None:

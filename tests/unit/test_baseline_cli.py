@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import sys
 
 import msgspec
 import pytest
@@ -41,12 +43,14 @@ def record(rank=0, train_job="train", num_steps=200, attempt="a", phases=None, *
     return small_records.record(**{"identity": identity, "ring": ring, **changes})
 
 
-def remember(directory, one, level_bytes, *, usual=USUAL):
-    """Leaves the state of a sidecar that has seen the rank before, at another level."""
+def remember(directory, one, level_bytes, *, usual=USUAL, is_held=False):
+    """Leaves the state of a sidecar that has seen the rank before, at another level, learned or kept."""
     drift = Drift()
     drift.begin(one.identity.attempt, fingerprint_of(one.identity))
     drift.feed(Step(number, 1.7e9 + number, 0, level_bytes, 5 * MIB) for number in range(200))
     drift.usual = usual
+    if is_held:
+        drift.adopt(drift.level, usual)
     drifts = {one.identity.train_job: {str(one.identity.rank): {"cuda:0": drift}}}
     StateFile(directory / FILE_NAME).save("drift", msgspec.msgpack.encode(drifts))
 
@@ -93,6 +97,17 @@ def test_what_a_sidecar_knows_of_a_former_attempt_is_not_taken(directory, tmp_pa
     records.leave(directory, record(attempt="b"))
     remember(directory, record(attempt="a"), 12 * MIB)
     assert save(tmp_path, directory)[1].of(0, "cuda:0").level.num_bytes == 16 * MIB
+
+
+def test_what_a_sidecar_holds_a_run_against_is_not_taken(directory, tmp_path, capsys):
+    """A baseline that is saved of each run and held against the next would stay what it was of the first."""
+    records.leave(directory, record())
+    remember(directory, record(), 12 * MIB, is_held=True)
+    one = save(tmp_path, directory)[1].of(0, "cuda:0")
+    assert (one.level.num_bytes, one.usual.total_bytes) == (16 * MIB, 16 * MIB)
+    records.leave(directory, record(num_steps=100))
+    assert save(tmp_path, directory) == (1, None)
+    assert "it holds the job against --baseline" in capsys.readouterr().err
 
 
 def test_a_state_that_cannot_be_used_costs_nothing(directory, tmp_path):
@@ -145,6 +160,25 @@ def test_the_file_is_named_after_the_baseline(directory, tmp_path, monkeypatch, 
     assert capsys.readouterr().out == "main.baseline.json: 1 baselines of 1 of 2 ranks\n"
     assert cli.main(["baseline", "save", "../main"]) == 2
     assert "--output" in capsys.readouterr().err
+
+
+def test_a_name_that_the_terminal_cannot_show(directory, tmp_path, monkeypatch):
+    """A script would take a file that was written for one that was not."""
+    out, path = io.BytesIO(), tmp_path / "é.json"
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(out, encoding="ascii"))
+    records.leave(directory, record())
+    assert cli.main(["baseline", "save", "main", str(directory), "--output", str(path)]) == 0
+    assert out.getvalue().endswith(b"?.json: 1 baselines of 1 of 2 ranks\n")
+    assert path.exists()
+
+
+def test_the_directory_may_stand_last(directory, tmp_path, capsys):
+    """Who names the file first would be told that the directory is an unrecognized argument."""
+    records.leave(directory, record())
+    output = str(tmp_path / "out.json")
+    assert cli.main(["baseline", "save", "main", "--output", output, str(directory)]) == 0
+    assert cli.main(["baseline", "save", "--output", output, "main", str(directory)]) == 0
+    assert capsys.readouterr().err == ""
 
 
 def test_a_file_that_cannot_be_written_is_said(directory, tmp_path, capsys):

@@ -128,6 +128,8 @@ class Drift(msgspec.Struct, kw_only=True):
     seconds: list[float] = []
     """Seconds a step of the last blocks."""
     is_drifting: bool = False
+    is_held: bool = False
+    """Whether the level is one that was kept by name, and not learned of these steps."""
     usual: Composition | None = None
     """What the device held when all was as usual."""
     num_waited: int = 0
@@ -164,13 +166,19 @@ class Drift(msgspec.Struct, kw_only=True):
     def adopt(self, level: Level, usual: Composition | None) -> None:
         """Holds the steps to come against a baseline that was kept, instead of learning one; counted as manual."""
         self.reset(MANUAL)
-        self.level, self.usual, self.learning = level, usual, None
+        self.level, self.usual, self.learning, self.is_held = level, usual, None, True
         self.floor = Floor(scale=level.num_bytes)
+
+    def release(self) -> None:
+        """Learns the steps' own baseline instead of one that was kept, beginning with those that the ring still has."""
+        if self.is_held:
+            self.reset(MANUAL)
+            self.last_step = -1
 
     def _forget(self) -> None:
         self.level = self.floor = self.end_curve = self.usual = None
         self.block, self.peaks, self.highest, self.seconds = _Block(), [], [], []
-        self.is_drifting, self.num_waited = False, 0
+        self.is_drifting, self.is_held, self.num_waited = False, False, 0
 
     # -- steps
 

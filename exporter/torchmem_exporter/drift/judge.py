@@ -22,6 +22,7 @@ import msgspec
 
 from torchmem.model import RefType, folded
 from torchmem.wire.record import Device, Record
+from torchmem_exporter.drift.baseline import Baseline
 from torchmem_exporter.drift.composition import MAX_PARTS, OTHER, Composition, Growth, compare, composition
 from torchmem_exporter.drift.drift import Drift, Judgement, fingerprint_of
 from torchmem_exporter.drift.held import HeldRun, baseline_of
@@ -84,13 +85,16 @@ class Judge:
 
     Args:
         state: where what was learned is kept.
-        held: baselines that are taken instead of learning them.
+        held: baselines that are taken instead of learning them; None where another sidecar says which, so that those
+            it took stay.
         clock: Unix seconds.
     """
 
-    def __init__(self, state: StateFile, held: Sequence[HeldRun] = (), clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self, state: StateFile, held: Sequence[HeldRun] | None = None, clock: Callable[[], float] = time.time
+    ) -> None:
         self._state = state
-        self._held = tuple(held)
+        self._held = held
         self._clock = clock
         self._drifts: Drifts = {}
         self._judged: dict[tuple[str, str], _Judged] = {}
@@ -167,21 +171,20 @@ def _key(rank: Rank) -> tuple[str, str]:
     return clean_label(identity.train_job), str(identity.rank)
 
 
-def learn(record: Record, drifts: dict[str, Drift], held: Sequence[HeldRun] = ()) -> dict[str, Drift]:
+def learn(record: Record, drifts: dict[str, Drift], held: Sequence[HeldRun] | None) -> dict[str, Drift]:
     """Takes a record's new steps into what is remembered of its rank; returns what is known of the record's devices.
 
     Args:
         record: of the rank.
         drifts: what is remembered, by device's name; devices that are new are added.
-        held: baselines that are taken instead of learning them.
+        held: baselines that are taken instead of learning them; None leaves those that were taken.
     """
     attempt, fingerprint = record.identity.attempt, fingerprint_of(record.identity)
     for device in record.devices:
         drift = drifts.setdefault(device.name, Drift())
         drift.begin(attempt, fingerprint)
-        kept = baseline_of(held, record.identity, device.name)
-        if kept is not None and kept.level != drift.level:
-            drift.adopt(kept.level, kept.usual)
+        if held is not None:
+            _hold(drift, baseline_of(held, record.identity, device))
     present = {device.name: drifts[device.name] for device in record.devices}
     last_step = min((drift.last_step for drift in present.values()), default=-1)
     sizes = memoryview(record.ring.input_sizes).cast("q").tolist() if record.ring.input_sizes else ()
@@ -195,8 +198,16 @@ def learn(record: Record, drifts: dict[str, Drift], held: Sequence[HeldRun] = ()
     return present
 
 
+def _hold(drift: Drift, kept: Baseline | None) -> None:
+    """Holds a device against a baseline that was kept, or against none any more."""
+    if kept is None:
+        drift.release()
+    elif kept.level != drift.level:
+        drift.adopt(kept.level, kept.usual)
+
+
 def _verdicts(
-    record: Record, drifts: dict[str, Drift], before: Mapping[str, Verdict], held: Sequence[HeldRun]
+    record: Record, drifts: dict[str, Drift], before: Mapping[str, Verdict], held: Sequence[HeldRun] | None
 ) -> Mapping[str, Verdict]:
     present = learn(record, drifts, held)
     return {

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -20,6 +23,7 @@ from torchmem_exporter.sampler import Sampler
 KEY = ("job", "0")
 ADDITIVE = {catalog.MODULE_USAGE: catalog.USAGE, catalog.MODULE_STEP_PEAK: catalog.STEP_PEAK}
 MIB = 1 << 20
+SCRAPE_SECONDS = 2.0
 
 
 def record_of(cells, modules, **changes):
@@ -244,6 +248,26 @@ def test_challenge_needs_twice_the_size():
     assert not is_challenged({"a": 10, "b": 20}, frozenset("a"))
     assert is_challenged({"a": 10, "b": 21}, frozenset("a"))
     assert not is_challenged({"b": 21}, frozenset())
+
+
+def test_a_record_of_very_many_cells_takes_no_long_time():
+    """One hostile record would hold up the scrape of all ranks for half a minute."""
+    modules, reftypes = [f"m{i}" for i in range(300)], [f"r{i}" for i in range(256)]
+    cells = {(module, reftype): module + reftype + 1 for module in range(300) for reftype in range(256)}
+    record = msgspec.structs.replace(record_of(cells, modules), reftypes=reftypes)
+    began = time.process_time()
+    points = shown(RankParts(Budget(), KEY), record)
+    assert time.process_time() - began < SCRAPE_SECONDS
+    assert sum(map(len, points.values())) == Budget().max_series(1)
+    assert sum(points[catalog.STEP_PEAK].values()) == sum(cells.values())
+
+
+def test_the_largest_reftypes_are_shown():
+    """A reftype would be summed with others although there is room for it, or a smaller one be shown in its place."""
+    record = record_of({(0, reftype): 100 - reftype for reftype in range(10)}, MODULES)
+    points = shown(RankParts(Budget(Level.CORE), KEY), record, num_others=75 - 2 * 7)
+    held = {label: value for (_, label), value in points[catalog.USAGE].items()}
+    assert held == {**dict(zip(record.reftypes, range(100, 94, -1), strict=False)), OTHER: 94 + 93 + 92 + 91}
 
 
 @pytest.mark.parametrize("numbers", [{"depth": 0}, {"top_modules": 0}])

@@ -351,7 +351,7 @@ def test_a_kept_baseline_is_for_as_many_ranks(state, kept):
     """A sharded job on fewer ranks, with more memory on each, would raise an alarm."""
     run = held_run(str(kept))
     other = msgspec.structs.replace(run.run, world_size=run.run.world_size + 1)
-    found = go_on(Judge(state, [HeldRun(run.jobs, other)]), larger(), 100)
+    found = go_on(Judge(state, [HeldRun(run.jobs, other, "")]), larger(), 100)
     assert found.judgement.baseline_bytes is None
 
 
