@@ -108,12 +108,9 @@ def _save(arguments: argparse.Namespace) -> int:
 def learned_in(directory: Path) -> Drifts:
     """What a sidecar over the directory, or the one that the job's folder lies in, has learned; empty without one."""
     from torchmem_exporter.drift.judge import learned
-    from torchmem_exporter.reading.state import FILE_NAME, StateFile
+    from torchmem_exporter.reading.state import StateFile, state_path
 
-    for folder in (directory, directory.absolute().parent):
-        if (folder / FILE_NAME).exists():
-            return learned(StateFile(folder / FILE_NAME))
-    return {}
+    return learned(StateFile(state_path(directory)))
 
 
 def collect(name: str, records: list[Record], learned: Drifts) -> tuple[Baselines, list[str]]:
@@ -201,7 +198,9 @@ def _draw(console: Console, found: Baselines) -> None:
         steps = f"steps {level.first_step} to {level.last_step}{wandering}"
         console.print(Text(f"  {name}: usual peak {usual} (spread {spread}), highest {highest}, {steps}"))
         if one.usual is not None:
-            console.print(Padding.indent(show.table(_holders(one.usual), show.By.BOTH, console.encoding), 2))
+            console.print(
+                Padding.indent(show.table(_holders(one.usual), show.By.BOTH, console.encoding, console.width), 2)
+            )
 
 
 def _holders(usual: Composition) -> Holders:

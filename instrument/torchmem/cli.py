@@ -18,7 +18,7 @@ from typing import Any
 
 import torchmem
 from torchmem import baseline_cli, diff_cli
-from torchmem.command_line import add_directory, complain, print_drawn, print_json, records_dir, whole
+from torchmem.command_line import add_directory, complain, print_drawn, print_json, print_line, records_dir, whole
 from torchmem.errors import BuildError
 from torchmem.forecasting import command as forecasting
 from torchmem.watching import command as watching
@@ -49,22 +49,43 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the arguments; those of the process where ``None``.
 
     Returns:
-        The exit status: 0, or 1 where there was nothing to show, the engine could not be built or a row was not right.
+        The exit status: 0, or 1 where there was nothing to show, the engine could not be built, a row was not right
+        or standard output cannot be written to.
 
     Raises:
         SystemExit: by ``argparse``, for ``--help``, ``--version`` and arguments that make no sense.
     """
     try:
-        arguments = _parser().parse_args(argv)
-        status = _COMMANDS[arguments.command](arguments)
-        sys.stdout.flush()
+        return _run(_parser().parse_args(argv))
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
-        # The interpreter flushes stdout once more on its way out, and would complain then.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _give_stdout_up()
         return CLOSED_PIPE
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    failed = diff_cli.UNUSABLE if arguments.command == "diff" else 1
+    if sys.stdout is None:
+        complain("standard output is closed")
+        return failed
+    try:
+        status = _COMMANDS[arguments.command](arguments)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        if error.filename is not None:  # what fails to be written has no name
+            raise
+        _give_stdout_up()
+        complain(f"cannot write to standard output: {error.strerror}")
+        return failed
     return status
+
+
+def _give_stdout_up() -> None:
+    # The interpreter flushes stdout once more on its way out, and would complain then.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -174,8 +195,8 @@ def _build(_arguments: argparse.Namespace) -> int:
         complain(str(error))
         return 1
     cached = binary.stat().st_mtime < started
-    print(binary)
-    print(f"{'found in the cache' if cached else 'compiled'} in {time.time() - started:.1f} s")
+    print_line(str(binary))
+    print_line(f"{'found in the cache' if cached else 'compiled'} in {time.time() - started:.1f} s")
     return 0
 
 
@@ -240,7 +261,8 @@ def _post_mortem(arguments: argparse.Namespace) -> int:
         complain(line)
     deaths = found.deaths[: arguments.last]
     if not deaths:
-        complain(f"no attempt{_wanted(arguments.job, arguments.rank)} has died, as far as {path} tells")
+        if not found.unreadable:
+            complain(_nobody(path, arguments.job, arguments.rank))
         return 1
     if arguments.json:
         print_json(postmortem_show.as_data(deaths, arguments.top))
@@ -250,8 +272,19 @@ def _post_mortem(arguments: argparse.Namespace) -> int:
 
 
 def _nothing(directory: Path, train_job: str | None, rank: int | None) -> str:
+    from torchmem.postmortem_show import hint
+    from torchmem.wire.deaths import read_deaths
+
     question = "is a job running with torchmem.install(...)?"
-    return f"no records{_wanted(train_job, rank)} under {directory}: {question} set TORCHMEM_DIR or pass DIR"
+    line = f"no records{_wanted(train_job, rank)} under {directory}: {question} set TORCHMEM_DIR or pass DIR"
+    num_deaths = len(read_deaths(directory, train_job, rank).deaths)
+    return f"{line}; {hint(num_deaths, str(directory))}" if num_deaths else line
+
+
+def _nobody(path: Path, train_job: str | None, rank: int | None) -> str:
+    if not path.exists():
+        return f"{path} does not exist: set TORCHMEM_DIR or pass DIR"
+    return f"no attempt{_wanted(train_job, rank)} has died, as far as {path} tells"
 
 
 def _wanted(train_job: str | None, rank: int | None) -> str:

@@ -101,7 +101,8 @@ def _share(text: str) -> Fraction:
     number = text.removesuffix("%")
     try:
         share = Fraction(number) / (100 if number != text else 1)
-    except (ValueError, ZeroDivisionError):
+        float(share)  # as which it is told
+    except (ValueError, ZeroDivisionError, OverflowError):
         share = Fraction(-1)
     if share < 0 or (number == text and share >= 1):
         raise argparse.ArgumentTypeError(f"{text!r} is no share: write it like 5% or 0.05")

@@ -9,6 +9,7 @@ died for want of memory, the peak is what the device held then, if that is the m
 
 from __future__ import annotations
 
+import stat
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -73,7 +74,7 @@ def read_run(path: Path, book: Book, train_job: str | None, rank: int | None, de
     Raises:
         UnusableError: there is nothing to compare, or not one run.
     """
-    if not path.is_dir() and not _is_record(path):
+    if not _holds_records(path):
         kind, remarks = "baselines", []
         name, devices = _of_baselines(path, book)
     else:
@@ -119,21 +120,25 @@ def _records(path: Path, train_job: str | None, rank: int | None) -> tuple[str, 
         found = read_ranks(path, train_job, rank)
         if found.ranks:
             return "records", [view.record for view in found.ranks], found.unreadable
-    deaths = read_deaths(path, train_job, rank)
+    deaths = read_deaths(path, train_job if path.is_dir() else None, rank)
     latest: dict[tuple[str, int], Record] = {}
     for death in deaths.deaths:
         latest.setdefault((death.record.identity.train_job, death.record.identity.rank), death.record)
     return "post-mortem" if path.is_dir() else "records", list(latest.values()), deaths.unreadable
 
 
-def _is_record(path: Path) -> bool:
-    if not path.exists():
-        raise UnusableError(f"{path} does not exist")
-    if not path.is_file():
-        raise UnusableError(f"{path} is neither a directory nor a file")
+def _holds_records(path: Path) -> bool:
+    """Whether it is a directory or a record; else it may be a file of baselines."""
     try:
+        mode = path.stat().st_mode
+        if stat.S_ISDIR(mode):
+            return True
+        if not stat.S_ISREG(mode):
+            raise UnusableError(f"{path} is neither a directory nor a file")
         with path.open("rb") as file:
             return file.read(len(MAGIC)) == MAGIC
+    except FileNotFoundError:
+        raise UnusableError(f"{path} does not exist") from None
     except OSError as error:
         raise UnusableError(f"{path}: {error.strerror}") from None
 

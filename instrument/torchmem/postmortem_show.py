@@ -62,7 +62,8 @@ def draw(console: Console, deaths: list[Death], top: int, *, fold: bool) -> None
             if held.total_bytes:
                 _print_table(console, "who held the memory at the highest peak of the last steps:", held)
             else:
-                console.print("  no step had finished")
+                has_stepped = record.clock.step > 0
+                console.print(f"  {'nothing was held at the peak' if has_stepped else 'no step had finished'}")
         if len(record.oom_events) < _num_ooms(record):
             console.print(f"  {_num_ooms(record)} allocations failed, the last {len(record.oom_events)} are kept")
         for event in record.oom_events:
@@ -70,6 +71,11 @@ def draw(console: Console, deaths: list[Death], top: int, *, fold: bool) -> None
             held = oom_holders(record, event, NUM_OOM_HOLDERS, fold=fold)
             if held.shown:
                 _print_table(console, f"who held the {binary(held.total_bytes)} on {printable(event.device)}:", held)
+
+
+def hint(num_deaths: int, directory: str) -> str:
+    """Where to learn more of attempts that died."""
+    return f"{num_deaths} attempt{'s' * (num_deaths != 1)} died: torchmem post-mortem {directory}"
 
 
 def oom_holders(record: Record, event: OutOfMemory, top: int, *, fold: bool = False) -> Holders:
@@ -93,7 +99,7 @@ def _print_table(console: Console, heading: str, held: Holders) -> None:
     from rich.text import Text
 
     console.print(Text(f"  {heading}", "italic"))
-    console.print(Padding.indent(show.table(held, By.BOTH, console.encoding), 2))
+    console.print(Padding.indent(show.table(held, By.BOTH, console.encoding, console.width), 2))
 
 
 def _heading(death: Death) -> Text:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import enum
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchmem.model import folded
 from torchmem.wire.ranks import RankView, printable
@@ -23,7 +23,11 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
+INDENT = 2
 BAR_CELLS = 12
+WITH_BARS = 76
+"""Columns from which on holders have bars; below it the names need the room."""
+LEAST_SIZE, SHARE = len("bytes"), len("100.0%")
 EIGHTHS = ("", "\u258f", "\u258e", "\u258d", "\u258c", "\u258b", "\u258a", "\u2589")
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 
@@ -179,9 +183,14 @@ def draw(console: Console, views: list[RankView], book: Book, by: By, top: int, 
             held = holders(view.record, device, book, by, top, fold=fold)
             if held.total_bytes:
                 console.print(f"  who holds the memory {book.description}:", style="italic")
-                console.print(Padding.indent(table(held, by, console.encoding), 2))
+                console.print(Padding.indent(table(held, by, console.encoding, console.width), INDENT))
             else:
-                console.print("  no step has finished yet")
+                console.print(f"  {nothing(view.record, book)}")
+
+
+def nothing(record: Record, book: Book) -> str:
+    """What is said of a device whose book is empty."""
+    return f"nothing is held {book.description}" if record.clock.step else "no step has finished yet"
 
 
 def _disabled(record: Record) -> list[Labeler]:
@@ -217,37 +226,82 @@ def device_heading(record: Record, device: Device) -> Text:
     return Text(f"  {printable(device.name)}: {text}")
 
 
-def table(held: Holders, by: By, encoding: str) -> Table:
-    """The rows as a table, with bars of each one's share."""
+def table(held: Holders, by: By, encoding: str, width: int = WITH_BARS) -> Table:
+    """The rows as a table, with bars of each one's share.
+
+    Args:
+        held: the rows.
+        by: what a row stands for.
+        encoding: of the terminal.
+        width: columns of the terminal; where they are few, there are no bars and long names are cut.
+    """
     from rich import box
     from rich.table import Table
     from rich.text import Text
 
-    drawn = Table(box=box.SIMPLE_HEAD, show_edge=False)
+    is_narrow = width < WITH_BARS
     names = [name for name in ("module", "reftype") if by in (By.BOTH, By(name))]
+    rows = _rows(held, len(names))
+    if is_narrow:
+        rows = _with_cut_names(rows, width - INDENT)
+    drawn = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 0 if is_narrow else 1))
     for name in names:
         drawn.add_column(name, overflow="fold", no_wrap=name == "reftype")
     drawn.add_column("bytes", justify="right", no_wrap=True)
     drawn.add_column("share", justify="right", no_wrap=True)
-    drawn.add_column("", no_wrap=True, min_width=BAR_CELLS)
-
-    def add(labels: list[str], num_bytes: int, style: str = "") -> None:
-        share = _share(num_bytes, held.total_bytes)
-        cells = [*labels, binary(num_bytes), f"{share:.1%}", bar(share, encoding)]
-        drawn.add_row(*(Text(cell) for cell in cells), style=style)
-
-    for row in held.shown:
-        add([printable(name) for name in (row.module, row.reftype) if name is not None], row.num_bytes)
-    blanks = [""] * (len(names) - 1)
-    if held.num_others != 0:
-        add(
-            ["(the rest)" if held.num_others is None else f"({held.num_others} more)", *blanks],
-            held.others_bytes,
-            "dim",
-        )
-    drawn.add_section()
-    add(["total", *blanks], held.total_bytes, "bold")
+    if not is_narrow:
+        drawn.add_column("", no_wrap=True, min_width=BAR_CELLS)
+    for row in rows:
+        if row is rows[-1]:
+            drawn.add_section()
+        share = _share(row.num_bytes, held.total_bytes)
+        cells = [*row.names, binary(row.num_bytes), f"{share:.1%}", bar(share, encoding)]
+        drawn.add_row(*(Text(cell) for cell in cells[: len(drawn.columns)]), style=row.style)
     return drawn
+
+
+class _Row(NamedTuple):
+    names: list[str]
+    num_bytes: int
+    style: str = ""
+
+
+def _rows(held: Holders, num_names: int) -> list[_Row]:
+    """The holders, the sum of those left out if any are, and the total."""
+    rows = [
+        _Row([printable(name) for name in (row.module, row.reftype) if name is not None], row.num_bytes)
+        for row in held.shown
+    ]
+    blanks = [""] * (num_names - 1)
+    if held.num_others != 0:
+        rest = "(the rest)" if held.num_others is None else f"({held.num_others} more)"
+        rows.append(_Row([rest, *blanks], held.others_bytes, "dim"))
+    return [*rows, _Row(["total", *blanks], held.total_bytes, "bold")]
+
+
+def _with_cut_names(rows: list[_Row], width: int) -> list[_Row]:
+    """The rows with names so short that the figures have room beside them."""
+    from rich.cells import cell_len
+
+    needed = [max(map(cell_len, names)) for names in zip(*(row.names for row in rows), strict=True)]
+    room = width - max(LEAST_SIZE, *(len(binary(row.num_bytes)) for row in rows)) - SHARE - len(needed) - 1
+    widths = [room]
+    if len(needed) > 1:
+        reftype_width = min(needed[1], max(room - needed[0], room // 2))
+        widths = [room - reftype_width, reftype_width]
+    return [row._replace(names=[cut(*one) for one in zip(row.names, widths, strict=True)]) for row in rows]
+
+
+def cut(text: str, width: int) -> str:
+    """The end of a name that is too long, since modules differ there."""
+    from rich.cells import cell_len
+
+    text = printable(text)
+    if cell_len(text) <= width:
+        return text
+    while text and cell_len(text) > width - 1:
+        text = text[1:]
+    return f"~{text}"
 
 
 def _share(num_bytes: int, total_bytes: int) -> float:

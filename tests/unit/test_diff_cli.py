@@ -136,7 +136,7 @@ def test_what_shrank_or_stayed_passes(runs, capsys):
     assert "no device grew by more than 5%" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("threshold", ["5", "-1%", "x", "1/0", "nan", "inf", ""])
+@pytest.mark.parametrize("threshold", ["5", "-1%", "x", "1/0", "nan", "inf", "", "1e400%"])
 def test_a_threshold_that_makes_no_sense_is_refused(runs, capsys, threshold):
     """A gate of 500% would let everything pass where 5% was meant."""
     with pytest.raises(SystemExit, match="2"):
@@ -159,6 +159,8 @@ def test_runs_lie_anywhere(runs, capsys, tmp_path):
     copied = tmp_path / "sent by mail"
     copied.write_bytes((runs[1] / "train" / "rank-0.record").read_bytes())
     assert compare(capsys, copied, runs[0])[1]["devices"][0]["grown_bytes"] == -2 * MIB
+    records.leave(tmp_path / "C", record(train_job="other"))
+    assert compare(capsys, runs[0], tmp_path / "C" / "other" / "rank-0.record", "--job", "train")[0] == 0
 
 
 def test_post_mortems(tmp_path, capsys):
@@ -314,7 +316,7 @@ def test_a_damaged_record_is_no_clean_result(runs, capsys):
     assert compare(capsys, *runs)[0] == 1
 
 
-@pytest.mark.parametrize("name", ["missing", "empty", "text", "/dev/null", "fifo"])
+@pytest.mark.parametrize("name", ["missing", "empty", "text", "/dev/null", "fifo", "x" * 300])
 def test_what_cannot_be_used_is_said(runs, capsys, tmp_path, name):
     """A CI job would pass, hang, or end in a traceback, where a path is wrong."""
     (tmp_path / "empty").mkdir()

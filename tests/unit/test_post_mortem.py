@@ -160,6 +160,16 @@ def test_one_file_is_enough(die, capsys, tmp_path):
     assert sum(row["bytes"] for row in latest["holders"]) + latest["others"]["bytes"] == latest["held_bytes"]
 
 
+def test_one_file_is_passed_over_where_another_rank_is_wanted(die, tmp_path, capsys):
+    """A script would take another job's or another rank's death for the one it asked for."""
+    die(rank=3, attempt="a")
+    for path in (die(rank=3, attempt="b"), tmp_path / "train" / "post-mortem" / "rank-3.a.record"):
+        assert len(shown(capsys, path, "--rank", 3, "--job", "train")) == 1
+        for wanted in (["--rank", "5"], ["--job", "nope"]):
+            assert cli.main(["post-mortem", str(path), *wanted]) == 1
+            assert f"has died, as far as {path} tells" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("record", "how"),
     [
@@ -195,7 +205,28 @@ def test_nothing_is_status_1_and_one_line(tmp_path, capsys):
     captured = capsys.readouterr()
     assert (captured.out, captured.err.count("\n")) == ("", 1)
     assert "no attempt of job 'train' has died" in captured.err
-    assert cli.main(["post-mortem", str(tmp_path / "missing")]) == 1
+
+
+def test_what_was_not_looked_at_has_no_dead(tmp_path, capsys):
+    """A mistyped path, or one that may not be read, would be told to hold no dead."""
+    assert cli.main(["post-mortem", str(tmp_path / "typo")]) == 1
+    fix = "set TORCHMEM_DIR or pass DIR"
+    assert capsys.readouterr().err == f"torchmem: {tmp_path / 'typo'} does not exist: {fix}\n"
+    too_long = tmp_path / ("x" * 300)
+    assert cli.main(["post-mortem", str(too_long)]) == 1
+    assert capsys.readouterr().err == f"torchmem: {too_long}: File name too long\n"
+
+
+def test_an_empty_book_is_no_unfinished_step():
+    """A device that the rank did not use would look as if the rank had died in its first step."""
+    said = []
+    for step in (0, 412):
+        empty = small_records.device(step_peak=b"", step_peak_bytes=0)
+        record = small_records.record(devices=[empty], clock=small_records.clock(step=step))
+        console = Console(file=io.StringIO(), width=160, highlight=False)
+        postmortem_show.draw(console, [Death(record, "rank-0.record", "crashed")], top=2, fold=True)
+        said.append(console.file.getvalue().splitlines()[-1])
+    assert said == ["  no step had finished", "  nothing was held at the peak"]
 
 
 def test_what_cannot_be_read_is_named(die, tmp_path, capsys):

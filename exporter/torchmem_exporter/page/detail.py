@@ -92,6 +92,7 @@ class Detail:
     findings: tuple[Finding, ...]
     groups: tuple[Group, ...]
     """Largest first."""
+    has_stepped: bool
     peak_bytes: int
     timeline: Timeline
     baseline_bytes: int | None
@@ -141,6 +142,7 @@ def detail(
         about=tuple(_about(record)),
         findings=tuple(findings(rank, verdicts, now)),
         groups=groups(record, device.step_peak, max_parts) if device else (),
+        has_stepped=record.clock.step > 0,
         peak_bytes=device.step_peak_bytes if device else 0,
         timeline=timeline(record, device.name) if device else Timeline((), (), ()),
         baseline_bytes=judgement.baseline_bytes if judgement else None,

@@ -59,13 +59,15 @@ def rendered(looked: Looked, query: str) -> Rendered:
 
 
 def _rendered(looked: Looked, query: str, room: float) -> Rendered:
+    choice = Choice()
     try:
-        return Rendered(HTTPStatus.OK, html(view(looked, parsed(query), room)))
+        choice = parsed(query)
+        return Rendered(HTTPStatus.OK, html(view(looked, choice, room)))
     except ChoiceError as error:
         message = f"This address cannot be understood: {error}."
-        return Rendered(HTTPStatus.BAD_REQUEST, html(refused(looked, message, room)))
+        return Rendered(HTTPStatus.BAD_REQUEST, html(refused(looked, choice, message, room)))
     except NotHereError as error:
-        return Rendered(HTTPStatus.NOT_FOUND, html(refused(looked, str(error), room)))
+        return Rendered(HTTPStatus.NOT_FOUND, html(refused(looked, choice, str(error), room)))
 
 
 def html(shown: View) -> bytes:

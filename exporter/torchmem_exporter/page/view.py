@@ -6,6 +6,7 @@ as of its last record.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -74,6 +75,8 @@ class Row:
 class Job:
     """The ranks of a job on this node."""
 
+    key: str
+    """Tells jobs apart, also those whose names are shown alike."""
     name: str
     world_size: int
     rows: tuple[Row, ...]
@@ -163,9 +166,9 @@ def view(looked: Looked, choice: Choice, room: float = 1.0) -> View:
     return replace(_overview(looked, choice, seen, room, chosen), detail=told)
 
 
-def refused(looked: Looked, message: str, room: float = 1.0) -> View:
-    """The page where what was asked for is not there: why, and what is."""
-    return replace(_overview(looked, Choice(), _seen(looked), room), message=message)
+def refused(looked: Looked, choice: Choice, message: str, room: float = 1.0) -> View:
+    """The page where what was asked for is not there: why, and what is; it goes on by itself once that is there."""
+    return replace(_overview(looked, choice, _seen(looked), room), message=message)
 
 
 def _seen(looked: Looked) -> list[_Seen]:
@@ -221,7 +224,12 @@ def _jobs(seen: Sequence[_Seen], choice: Choice, chosen: _Seen | None, now: floa
         kept.append((one, row))
     kept.sort(key=lambda pair: (pair[0].job, pair[0].number))
     return tuple(
-        Job(shown(name), max(one.rank.record.identity.world_size for one, _ in pairs), tuple(row for _, row in pairs))
+        Job(
+            _job_key(name),
+            shown(name),
+            max(one.rank.record.identity.world_size for one, _ in pairs),
+            tuple(row for _, row in pairs),
+        )
         for name, pairs in ((name, list(group)) for name, group in groupby(kept, key=lambda pair: pair[0].job))
     )
 
@@ -232,7 +240,7 @@ def _row(one: _Seen, choice: Choice, now: float, *, is_chosen: bool) -> Row:
     judgement = one.verdicts[device.name].judgement if device and device.name in one.verdicts else None
     growth = judgement.growth_bytes_per_second if judgement else None
     return Row(
-        key=_key(one.job, one.number),
+        key=f"{one.number} {_job_key(one.job)}",
         href=f"/{choice.of(one.job, one.number).query}#rank",
         rank=one.number,
         state=rank.state.value,
@@ -248,8 +256,8 @@ def _row(one: _Seen, choice: Choice, now: float, *, is_chosen: bool) -> Row:
     )
 
 
-def _key(job: str, number: int) -> str:
-    return f"{number} {shown(job)}"
+def _job_key(job: str) -> str:
+    return hashlib.blake2s(job.encode(), digest_size=8).hexdigest()
 
 
 # -- warnings

@@ -32,6 +32,12 @@ class _Content(msgspec.Struct, kw_only=True):
     sections: dict[str, msgspec.Raw] = {}
 
 
+def state_path(directory: Path) -> Path:
+    """Where a sidecar over a directory, or over the one that this job's folder lies in, keeps its state by default."""
+    paths = [folder / FILE_NAME for folder in (directory, directory.absolute().parent)]
+    return next((path for path in paths if os.path.exists(path)), paths[0])  # noqa: PTH110  # Path's raises
+
+
 class StateFile:
     """The file; read when made; safe to use from several threads.
 

@@ -1,15 +1,17 @@
 """The live view: panes, keys and a timer, with Textual.
 
 Invariants: reading happens beside the event loop, one reading at a time, so that keys answer while a slow directory is
-read; Ctrl-C, ``q``, SIGTERM and a terminal that hangs up end it with the terminal as it was; the terminal's own colours
-are used, none where ``NO_COLOR`` is set.
+read, and its end waits for none; Ctrl-C, ``q``, SIGTERM and a terminal that hangs up end it with the terminal as it
+was; the terminal's own colours are used, none where ``NO_COLOR`` is set.
 """
 
 from __future__ import annotations
 
 import asyncio
 import signal
+import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import ClassVar
 
 from rich.console import RenderableType
@@ -52,6 +54,13 @@ labeler   a part of the counting is disabled
 learning  too few steps were seen to know what is usual
 
 any key closes this"""
+
+
+def _read_into(answer: Future[Look], watcher: Watcher) -> None:
+    try:
+        answer.set_result(watcher.look())
+    except Exception as error:  # noqa: BLE001  # whoever waits for it raises it
+        answer.set_exception(error)
 
 
 class Pane(Widget):
@@ -168,10 +177,13 @@ class WatchApp(App[int]):
         if not any(worker.group == "reading" and not worker.is_finished for worker in self.workers):
             self._read_beside()
 
-    @work(thread=True, group="reading")
-    def _read_beside(self) -> None:
-        look = self._watcher.look()
-        self.call_from_thread(self._take, look)
+    @work(group="reading")
+    async def _read_beside(self) -> None:
+        answer: Future[Look] = Future()
+        answer.set_running_or_notify_cancel()
+        # No worker of Textual's: whoever ends the view would wait for a disk that does not answer.
+        threading.Thread(target=_read_into, args=(answer, self._watcher), daemon=True).start()
+        self._take(await asyncio.wrap_future(answer))
 
     def _take(self, look: Look) -> None:
         self.look = look
@@ -180,6 +192,8 @@ class WatchApp(App[int]):
     def _arrange(self) -> None:
         """Shares the terminal among the panes and draws them."""
         look, (width, height) = self.look, self.size
+        if not self.screen_stack:  # a look that comes in at the very end
+            return
         panes = {pane.id: pane for pane in self.screen_stack[0].query(Pane)}
         is_empty = look is None or not look.ranks
         for name, pane in panes.items():
@@ -195,8 +209,9 @@ class WatchApp(App[int]):
                 num_growers=min(NUM_GROWERS, len(one.verdict.growers or ())) if one else 0,
             )
             for name, lines in shared._asdict().items():
-                panes[name].styles.height = lines
-            self.screen_stack[0].query_one("#parts").set_class(width >= WIDE, "wide")
+                if name in panes:  # while the view ends they go one by one
+                    panes[name].styles.height = lines
+            self.screen_stack[0].query("#parts").set_class(width >= WIDE, "wide")
         for pane in panes.values():
             pane.refresh(layout=True)
 

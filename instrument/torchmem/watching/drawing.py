@@ -14,7 +14,8 @@ from rich.text import Text
 
 from torchmem import show
 from torchmem.model import Phase
-from torchmem.show import By, binary
+from torchmem.postmortem_show import hint
+from torchmem.show import By, binary, cut
 from torchmem.watching.lines import (
     BAD,
     HEAD,
@@ -23,7 +24,6 @@ from torchmem.watching.lines import (
     Page,
     chart,
     columns_of_names,
-    cut,
     named,
     pane,
     percent,
@@ -42,8 +42,6 @@ from torchmem_exporter.words import rate
 NUM_GROWERS = 10
 MAX_NAMED = 3
 """Ranks that an alert names."""
-WITH_BARS = 76
-"""Columns from which on holders have bars; below it the names need the room."""
 APART = Phase.CHECKPOINT | Phase.EVAL
 LEAST_TIMELINE = 3
 """Lines: a title and two charts."""
@@ -71,6 +69,8 @@ def waiting(page: Page) -> Text:
     look = page.look
     where = f"no records under {look.directory} yet" if look.exists else f"{look.directory} does not exist yet"
     text = Text(f"waiting: {where}\nIs a job running with torchmem.install(...)? Set TORCHMEM_DIR or pass DIR.\n")
+    if look.num_deaths:
+        text.append(f"\n{hint(look.num_deaths, look.directory)}\n")
     for line in look.unreadable:
         text.append(f"\ncannot be read: {line}", BAD)
     return text
@@ -176,7 +176,7 @@ def holders(page: Page, width: int, height: int, top: int | None = None) -> Grou
     if held.num_others:  # a row for their sum
         held = show.holders(record, device, book, By.BOTH, max(0, num_rows - 1), fold=not page.choice.unfolds)
     if not held.total_bytes:
-        return pane([rule("no step has finished yet", width, page)], width, height)
+        return pane([rule(show.nothing(record, book), width, page)], width, height)
     rows = [(row.module or "", row.reftype or "", row.num_bytes) for row in held.shown]
     if held.num_others:
         rows.append((f"({held.num_others} more)", "", held.others_bytes))
@@ -185,7 +185,7 @@ def holders(page: Page, width: int, height: int, top: int | None = None) -> Grou
 
 
 def _held(rows: Sequence[tuple[str, str, int]], total: int, width: int, page: Page) -> list[Text]:
-    bar_width = show.BAR_CELLS + 1 if width >= WITH_BARS else 0
+    bar_width = show.BAR_CELLS + 1 if width >= show.WITH_BARS else 0
     names = columns_of_names([(module, reftype) for module, reftype, _ in rows], width - 19 - bar_width)
     lines = []
     for name, (_, _, num_bytes) in zip(names, rows, strict=True):

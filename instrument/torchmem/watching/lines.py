@@ -12,6 +12,7 @@ from rich.cells import cell_len
 from rich.console import Group
 from rich.text import Text
 
+from torchmem.show import cut
 from torchmem.watching.choice import Choice
 from torchmem.watching.look import Look, RankLook
 from torchmem.wire.ranks import printable
@@ -52,16 +53,6 @@ def named(look: Look, rank: RankLook) -> str:
 def percent(ratio: float | None) -> str:
     """A change, with its sign; a dash where it is unknown."""
     return "-" if ratio is None else f"{round(ratio, 3) + 0.0:+.1%}"
-
-
-def cut(text: str, width: int) -> str:
-    """The end of a name that is too long, since modules differ there."""
-    text = printable(text)
-    if cell_len(text) <= width:
-        return text
-    while text and cell_len(text) > width - 1:
-        text = text[1:]
-    return f"~{text}"
 
 
 def columns_of_names(pairs: Sequence[tuple[str, str]], width: int) -> list[str]:

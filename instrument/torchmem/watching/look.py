@@ -3,19 +3,21 @@
 Invariants: torch-free; reads only: neither the records nor what a sidecar keeps beside them is written; nothing that
 lies in the directory raises.
 
-What a sidecar over the same directory has learned until the start is taken over; from there on the ranks are judged
-here, by the same judge. Without one, usual is what the records' rings show, so that a leak older than those and the
-growers of before the start are not told.
+What a sidecar over the same directory, or over the one that a job's folder lies in, has learned until the start is
+taken over; from there on the ranks are judged here, by the same judge. Without one, usual is what the records' rings
+show, so that a leak older than those and the growers of before the start are not told.
 
 Known limits: a rank whose record is gone is gone; ages are by this host's clock.
 """
 
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from torchmem.wire.deaths import read_deaths
 from torchmem.wire.ranks import Found, RankView, printable, read_ranks
 from torchmem.wire.record import Device, forecast_drift_ratio
 from torchmem_exporter.drift.judge import Judge, Verdict
@@ -23,7 +25,7 @@ from torchmem_exporter.drift.ring_steps import Step, steps_after
 from torchmem_exporter.findings import Finding, findings
 from torchmem_exporter.reading.lifecycle import State
 from torchmem_exporter.reading.reader import Rank
-from torchmem_exporter.reading.state import FILE_NAME, StateFile
+from torchmem_exporter.reading.state import StateFile, state_path
 
 HOST_MEMORY = "cpu"
 
@@ -86,7 +88,9 @@ class Look:
     unreadable: tuple[str, ...] = ()
     """One line for each record that could not be read."""
     exists: bool = True
-    """Whether there is a directory."""
+    """Whether there is a directory, or may be one."""
+    num_deaths: int = 0
+    """Attempts whose last records lie there; only where there are no ranks."""
 
     @property
     def jobs(self) -> list[str]:
@@ -105,7 +109,8 @@ class Watcher:
     def __init__(self, directory: Path, train_job: str | None = None) -> None:
         self.directory = directory
         self.train_job = train_job
-        self._judge = Judge(StateFile(directory / FILE_NAME))
+        self._judge = Judge(StateFile(state_path(directory)))
+        self._num_deaths: int | None = None
 
     def look(self) -> Look:
         """Reads and judges what lies there now."""
@@ -115,7 +120,19 @@ class Watcher:
         except OSError as error:
             found = Found(unreadable=[printable(f"{self.directory}: {error.strerror}")])
         ranks = sorted((self._judged(view) for view in found.ranks), key=lambda rank: not rank.is_alive)
-        return Look(name, now, tuple(ranks), tuple(found.unreadable), self.directory.is_dir())
+        self._judge.release(_read(view) for view in found.ranks)
+        # What cannot be read may exist.
+        exists = bool(found.unreadable) or os.path.isdir(self.directory)  # noqa: PTH112  # Path's raises
+        return Look(name, now, tuple(ranks), tuple(found.unreadable), exists, self._dead(found))
+
+    def _dead(self, found: Found) -> int:
+        """How many attempts died; looked for once after the last rank has gone, since all their records are read."""
+        if found.ranks:
+            self._num_deaths = None
+            return 0
+        if self._num_deaths is None:
+            self._num_deaths = len(read_deaths(self.directory, self.train_job).deaths)
+        return self._num_deaths
 
     def _judged(self, view: RankView) -> RankLook:
         verdicts = self._judge.judge(_read(view))

@@ -12,9 +12,9 @@ from rich.table import Table
 from rich.text import Text
 
 from torchmem import show
-from torchmem.show import Book, binary
+from torchmem.show import Book, binary, cut
 from torchmem.watching.choice import window
-from torchmem.watching.lines import BAD, GOOD, HEAD, MAX_NAME, QUIET, Page, cut, percent, rank_number
+from torchmem.watching.lines import BAD, GOOD, HEAD, MAX_NAME, QUIET, Page, percent, rank_number
 from torchmem.watching.look import DeviceLook, RankLook
 from torchmem.wire.record import Identity
 from torchmem_exporter.findings import FULL_SHARE

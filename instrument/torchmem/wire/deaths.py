@@ -64,7 +64,7 @@ def read_deaths(path: Path, train_job: str | None = None, rank: int | None = Non
     try:
         status = path.stat()
         if not stat.S_ISDIR(status.st_mode):
-            _read_file(path, found)
+            _read_file(path, found, (train_job, rank))
             return found
         in_place = read_ranks(path, train_job, rank)
         found.unreadable.extend(in_place.unreadable)
@@ -137,7 +137,7 @@ def _read_folder(
             yield Death(record, f"{where}/{file.name}", _how(record))
 
 
-def _read_file(path: Path, found: Deaths) -> None:
+def _read_file(path: Path, found: Deaths, wanted: tuple[str | None, int | None]) -> None:
     """One record that the user named; links are followed, as anywhere on a command line."""
     try:
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:  # noqa: PTH123  # a descriptor
@@ -147,10 +147,14 @@ def _read_file(path: Path, found: Deaths) -> None:
     except RecordError as error:
         found.unreadable.append(printable(f"{path}: {error.reason}: {error}"))
         return
+    folder, identity = path.absolute().parent, record.identity
+    job_folder = folder.parent if folder.name == postmortem.FOLDER else folder
+    if wanted[0] not in (None, identity.train_job, job_folder.name) or wanted[1] not in (None, identity.rank):
+        return
     how = _how(record)
     if record.clock.final:
         how = "exited cleanly"
-    elif (match := RECORD_NAME.fullmatch(path.name)) and is_held(path.absolute().parent, lock_name(int(match[1]))):
+    elif (match := RECORD_NAME.fullmatch(path.name)) and is_held(folder, lock_name(int(match[1]))):
         how = "still running"
     found.deaths.append(Death(record, str(path), how))
 

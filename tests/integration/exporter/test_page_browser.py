@@ -207,6 +207,22 @@ def test_rank_that_dies_while_one_looks(page, node, tmp_path):
     assert "What is shown was last written" in page.locator("main").text_content()
 
 
+def test_rank_that_comes_back_while_one_looks(browser, tmp_path):
+    """A page that was left open would stand still for good once its rank has ended and been scraped away."""
+    with living(tmp_path, fresh(1, 40)) as (other,), running(tmp_path) as sidecar, browsing(browser) as page:
+        with living(tmp_path, fresh(0, 40)) as (ended,):
+            page.goto(f"http://127.0.0.1:{sidecar.port}/?job=llama-pretrain&rank=0")
+            ended.write(wire.encode(fresh(0, 40, final=True)))
+        for _ in range(3):
+            sidecar.ask()
+        wait_for(page, "document.querySelector('#message')?.textContent", "Not here")
+        other.write(wire.encode(fresh(1, 99)))
+        wait_for(page, STEP.replace('"0 ', '"1 '), "99")
+        with living(tmp_path, fresh(0, 7, attempt="next")):
+            wait_for(page, "document.querySelector('#rank')?.textContent.startsWith('Rank 0 ')")
+        page.said[:] = [text for text in page.said if "404" not in text]
+
+
 def test_without_scripts(browser, node):
     """A browser that runs no scripts would show nothing, or never anything new."""
     sidecar, _ = node

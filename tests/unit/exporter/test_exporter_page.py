@@ -123,6 +123,17 @@ def test_wrong_choices_are_told(tmp_path, query, status, said):
     assert (answered, said in page.text, len(page.ranks())) == (status, True, 1)
 
 
+def test_page_of_a_rank_that_is_gone_goes_on_unless_it_is_paused(tmp_path):
+    """An open page would stand still for good when its rank ends, though the next attempt runs."""
+    with living(tmp_path, make_record(0)):
+        _, gone = page_of(tmp_path, "?rank=7")
+        _, paused = page_of(tmp_path, "?rank=7&live=off")
+    assert ("body", {"data-seconds": "1"}) in gone.tags
+    assert ("body", {}) in paused.tags
+    assert ["http-equiv" in page.html for page in (gone, paused)] == [True, False]
+    assert ["/?rank=7&live=off" in gone.hrefs(), "/?rank=7" in paused.hrefs()] == [True, True]
+
+
 def test_page_is_self_contained(tmp_path):
     """The page would fetch something from elsewhere, or run what is not its own."""
     with living(tmp_path, make_record(0)):
@@ -238,9 +249,28 @@ def test_broken_records_are_told(tmp_path):
 def test_rank_without_devices_or_steps_is_shown(tmp_path):
     """A rank that has not finished a step yet would cost the whole page."""
     empty = make_device(0, step_peak=b"", usage=b"", step_peak_bytes=0, usage_bytes=0)
-    with living(tmp_path, make_record(0, devices=[]), make_record(1, devices=[empty], ring=wire.Ring())):
+    with living(tmp_path, make_record(0, devices=[]), make_record(1, devices=[empty], step=0, ring=wire.Ring())):
         assert "counts no device" in page_of(tmp_path)[1].text
         assert "no step has finished" in page_of(tmp_path, "?rank=1")[1].text
+
+
+def test_device_without_use_is_no_missing_step(tmp_path):
+    """A device that holds nothing after many steps would be waited for."""
+    unused = make_device(0, step_peak=b"", usage=b"", step_peak_bytes=0, usage_bytes=0)
+    with living(tmp_path, make_record(0, devices=[unused], step=40)):
+        _, page = page_of(tmp_path)
+    assert "Nothing is held on this device at the step peak." in page.text
+    assert "no step has finished" not in page.text
+
+
+def test_jobs_whose_names_are_shown_alike_are_told_apart(tmp_path):
+    """The script would put the rows of one job in the place of the other's."""
+    names = ["llama-70b-pretraining-run-2026-" + letter * 40 + "-with-warmup-and-decay-3e-4-end" for letter in "ab"]
+    with living(tmp_path, *(make_record(0, train_job=name) for name in names)):
+        _, page = page_of(tmp_path)
+    for tag in ("tr", "tbody"):
+        keys = [attrs["data-k"] for name, attrs in page.tags if name == tag and attrs.get("data-k")]
+        assert len(set(keys)) == len(keys) == 2
 
 
 EMPTY = {"usage": b"", "step_peak": b"", "active_peak": b"", "usage_bytes": 0, "step_peak_bytes": 0}

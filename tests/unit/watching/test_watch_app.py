@@ -5,10 +5,14 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 import time
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import pytest
+from textual.worker import WorkerFailed
 
 import records
 import watched
@@ -151,6 +155,48 @@ def test_missing_directory_is_waited_for_and_ranks_come_and_go(tmp_path):
             await shows(app, pilot, "waiting: no records", "cannot be read: llama-pretrain/rank-0.record: truncated")
 
     asyncio.run(use())
+
+
+class Hanging:
+    """A watcher whose disk does not answer."""
+
+    def look(self):
+        time.sleep(600)
+
+
+HANGING = """
+import sys, threading
+sys.path[:0] = sys.argv[1:]
+from test_watch_app import Hanging
+from torchmem.watching.app import WatchApp
+
+async def quit_soon(pilot):
+    await pilot.press("q")
+
+sys.exit(WatchApp(Hanging(), 0.1, None, "ascii").run(headless=True, auto_pilot=quit_soon))
+"""
+
+
+def test_view_ends_while_a_look_hangs():
+    """On a dead mount `q` and Ctrl-C would leave the user without a shell until the mount is back."""
+    tests = Path(__file__).parents[2]
+    line = [sys.executable, "-c", HANGING, str(tests), str(Path(__file__).parent)]
+    ended = subprocess.run(line, capture_output=True, text=True, timeout=DEADLINE_SECONDS, check=False)
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
+def test_reading_that_fails_ends_the_view(tmp_path):
+    """A view that has stopped to read would show the past as the present."""
+
+    async def use():
+        app = WatchApp(Watcher(tmp_path), 0.1, None, "utf-8")
+        async with app.run_test(size=SMALL) as pilot:
+            app._watcher.look = lambda: 1 / 0
+            while app.is_running:
+                await pilot.pause(0.02)  # until the test's own limit
+
+    with pytest.raises(WorkerFailed, match="division by zero"):
+        asyncio.run(use())
 
 
 @pytest.mark.parametrize(

@@ -148,6 +148,14 @@ def test_narrow_holders_lose_the_bar_and_the_beginning_of_names():
     assert line == "~s.*.attention activation    6.00 MiB  37.5%"
 
 
+def test_empty_book_is_a_missing_step_only_before_the_first():
+    """A device without use would look as if its rank had never finished a step."""
+    unused = device_look(small_records.device(step_peak=b""))
+    readings = [look(rank_look(devices=[unused], clock=small_records.clock(step=step))) for step in (0, 412)]
+    said = [drawn(drawing.holders(page(one), 60, 4)) for one in readings]
+    assert ["no step has finished yet" in said[0], "nothing is held at the peak of a step" in said[1]] == [True, True]
+
+
 def test_growers_are_named_and_none_is_told_from_not_known():
     """A job that is still being learned would look as if nothing had grown."""
     assert drawn(drawing.growers(page(pair(), row=1), 50, 9), 50) == GROWERS
@@ -204,6 +212,13 @@ def test_waiting_says_what_for(exists):
     missing = "no records under /dev/shm/x yet" if exists else "/dev/shm/x does not exist yet"
     assert text.splitlines()[0] == f"waiting: {missing}"
     assert text.splitlines()[-1] == "cannot be read: x: garbage"
+    assert "died" not in text
+
+
+def test_waiting_points_at_those_who_died():
+    """After a crash the view would say that no job has run."""
+    text = drawing.waiting(page(look(num_deaths=1))).plain
+    assert text.splitlines()[-1] == "1 attempt died: torchmem post-mortem /dev/shm/x"
 
 
 @pytest.mark.parametrize("size", [(0, 0), (1, 1), (20, 5), (80, 24), (200, 60)])

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
+import weakref
 from pathlib import Path
 
 import pytest
@@ -56,14 +58,15 @@ def test_leak_is_found_and_named_from_one_reading_to_the_next(tmp_path):
     assert (grower.module, grower.reftype) == (GROWN, "activation")
 
 
-def test_what_a_sidecar_has_learned_is_taken_over(tmp_path):
+@pytest.mark.parametrize("folder", ["", "llama-pretrain"])
+def test_what_a_sidecar_has_learned_is_taken_over(tmp_path, folder):
     """A leak from before the view was opened would have no name, though the sidecar knows it."""
     state = StateFile(tmp_path / FILE_NAME)
     judge = Judge(state)
     judge.judge(Rank("train/rank-1.record", watched.trained(1, 520), State.RUNNING, has_memory=True))
     judge.save(is_due=True)
     with records.living(tmp_path, watched.trained(1, 1000, leaks_from=520)):
-        (rank,) = Watcher(tmp_path).look().ranks
+        (rank,) = Watcher(tmp_path / folder).look().ranks
     assert [(one.module, one.reftype) for one in rank.devices[0].verdict.growers] == [(GROWN, "activation")]
 
 
@@ -77,6 +80,41 @@ def test_ranks_come_and_go_and_the_living_are_first(tmp_path):
         assert states(watcher.look()) == [(1, "running"), (0, "crashed")]
         Path(first.path).unlink()
         assert states(watcher.look()) == [(1, "running")]
+
+
+def test_records_of_ranks_that_are_gone_are_let_go(tmp_path):
+    """A view that stays open on a busy host would keep a record of every rank it has ever seen."""
+    watcher = Watcher(tmp_path)
+    with records.living(tmp_path, watched.trained(0, 20)) as (store,):
+        seen = weakref.ref(watcher.look().ranks[0].view)
+        record = watcher.look().ranks[0].view.record
+        num_holders = sys.getrefcount(record)
+        Path(store.path).unlink()
+        watcher.look()
+        assert seen() is None
+        assert sys.getrefcount(record) == num_holders - 1
+
+
+def test_those_who_died_are_counted_where_nobody_is_left(tmp_path):
+    """After a sidecar has moved a crashed rank's record away, the view would say that no job has run."""
+    watcher = Watcher(tmp_path)
+    counts = [watcher.look().num_deaths]
+    records.leave(tmp_path, watched.trained(0, 20))
+    counts.append(watcher.look().num_deaths)
+    path = tmp_path / "llama-pretrain" / "rank-0.record"
+    (path.parent / "post-mortem").mkdir(mode=0o700)
+    path.rename(path.parent / "post-mortem" / "rank-0.a.record")
+    counts.append(watcher.look().num_deaths)
+    with records.living(tmp_path, watched.trained(1, 20)):
+        counts.append(watcher.look().num_deaths)
+    assert counts == [0, 0, 1, 0]
+
+
+def test_directory_that_cannot_be_looked_for_is_one_line(tmp_path):
+    """A path that is too long or below a closed folder would end in a traceback, or be told not to exist."""
+    look = Watcher(tmp_path / ("x" * 300)).look()
+    assert [look.exists, len(look.unreadable), look.ranks] == [True, 1, ()]
+    assert "File name too long" in look.unreadable[0]
 
 
 def test_unreadable_records_are_counted_and_hide_nobody(tmp_path):
