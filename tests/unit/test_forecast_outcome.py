@@ -168,6 +168,20 @@ def test_the_search_finds_the_largest_of_a_straight_line():
     assert (found.largest_fit, found.is_exact) == (243, True)
 
 
+def test_a_search_ends_at_what_the_job_cannot_take():
+    """Forecasts that were asked for would be lost because of a value that nobody asked for."""
+
+    def run(value):
+        if value not in {2, 4, 8}:
+            raise ForecastError(f"embed_dim must be divisible by {value}")
+        return of_peak(10 * value)
+
+    found = sweep("heads", [2, 4, 8], run, 1000)
+    assert (found.largest_fit, found.is_exact, len(found.points)) == (8, False, 3)
+    with pytest.raises(ForecastError, match="divisible by 3"):
+        sweep("heads", [2, 3], run, 1000)
+
+
 def test_a_sweep_of_words_is_not_searched():
     """Values that are no whole numbers would be interpolated."""
     found = sweep("kind", ["a", "b"], lambda value: of_peak({"a": 10, "b": 30}[value]), 20)
@@ -183,7 +197,7 @@ def test_sizes(text, num_bytes):
     assert size_bytes(text) == num_bytes
 
 
-@pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "80 GiBs", "1e9"])
+@pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "80 GiBs", "1e9", "9" * 400, "1" + "0" * 305 + "TiB"])
 def test_what_is_no_size_is_refused(text):
     """A typing error would be taken for a capacity."""
     with pytest.raises(argparse.ArgumentTypeError, match="is not a size such as 80GiB"):

@@ -9,12 +9,13 @@
   held weakly, as its own fake mode holds all of them: those references are not counted.
 - Optimizers and ``clip_grad_norm_`` choose their kernels by the type of a tensor: a fake one counts as a plain one.
 - FSDP1 asks for the address of memory to see whether it is there: a fake tensor's is where its size is not 0.
+- ``torch.cond`` asks for the value of its predicate, or runs both branches: the first is run.
 - A new thread is in no mode: it enters those of the job.
 
 Private torch interfaces used: ``ShardingPropagator._propagate_tensor_meta_non_cached``,
 ``_fsdp_param._chunk_with_empty``, ``DeviceMesh._create_flatten_mesh`` and ``_create_unflatten_mesh``, the name
-``weakref`` in ``torch.utils``, ``_flat_param._data_ptr_allocated``, ``_foreach_supported_types`` and
-``_get_foreach_kernels_supported_devices``.
+``weakref`` in ``torch.utils``, ``_flat_param._data_ptr_allocated``, ``_foreach_supported_types``,
+``_get_foreach_kernels_supported_devices`` and ``torch._higher_order_ops.cond.cond_op``.
 
 Invariants: each is a context manager that leaves torch as it was, and raises ``AttributeError``, ``KeyError``,
 ``ImportError`` or ``TypeError`` before it has changed anything where this torch has no such thing.
@@ -24,6 +25,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import inspect
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -34,8 +36,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
 from torchmem.engine.dispatch import DispatchEngine
+from torchmem.engine.dispatch_patch import patched
 
-_MISSING = object()
 _MESH_METHODS = ("__init__", "_create_flatten_mesh", "_create_unflatten_mesh")
 
 
@@ -74,24 +76,6 @@ class LazyChunks(Sequence[torch.Tensor]):
             return self._tensor.new_empty(0)
         start = min(start, self._length)
         return self._tensor.narrow(self._dim, start, min(self._step, self._length - start))
-
-
-@contextlib.contextmanager
-def patched(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
-    """``owner.name`` is ``make(original)`` meanwhile.
-
-    Raises:
-        AttributeError: there is no such thing.
-    """
-    found = vars(owner).get(name, _MISSING)
-    setattr(owner, name, make(getattr(owner, name)))
-    try:
-        yield
-    finally:
-        if found is _MISSING:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, found)
 
 
 def ignored(_original: Any) -> Callable[..., None]:
@@ -207,6 +191,23 @@ def choosing_kernels(*, like_cuda: bool) -> Iterator[None]:
             stack.enter_context(types)
             if like_cuda:
                 stack.enter_context(patched(module, name, lambda original: lambda: [*original(), "cpu"]))
+        yield
+
+
+@contextlib.contextmanager
+def first_branches(on_choice: Callable[[], Any]) -> Iterator[None]:
+    """Of ``torch.cond`` the first branch is run, as a part of the job.
+
+    Args:
+        on_choice: called where it is.
+    """
+    module = importlib.import_module("torch._higher_order_ops.cond")  # torch gives the function that name too
+
+    def choose(_predicate: Any, first: Callable[..., Any], _second: Any, operands: Sequence[Any]) -> Any:
+        on_choice()
+        return first(*operands)
+
+    with patched(module, "cond_op", lambda _original: choose):
         yield
 
 

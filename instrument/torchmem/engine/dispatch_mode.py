@@ -1,7 +1,11 @@
 """The mode that sees every operator, and what can be told of an operator once and for all.
 
 Invariants: the operator runs exactly once, or not at all where a subclass takes it apart first; per operator a
-dictionary says whether its result can hold new storage.
+dictionary says whether its result can hold new storage. A mode that ended only passes operators on, wherever it stays.
+
+Limits: of a higher-order operator (``torch.cond``) only what it returns is seen. In inference mode a mode stays on the
+stack that was entered before, because torch goes back to what it was then; so it does on a stack that autograd, or the
+operator that is running, puts back afterwards. ``take_off_ended`` takes it off later.
 """
 
 from __future__ import annotations
@@ -23,27 +27,41 @@ from torchmem.engine.dispatch_storages import StorageBooks
 _PLAIN = (torch.Tensor, torch.nn.Parameter, FakeTensor)
 
 
-def enter(mode: DispatchMode) -> None:
-    """Puts the mode on top of this thread's stack."""
-    _push_mode(mode)
-
-
 class DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
-    """Sees every operator."""
+    """Sees every operator, until it ends."""
+
+    supports_higher_order_operators = True
 
     def __init__(self, engine: StorageBooks) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # as above
-        self._engine = engine
+        self._engine: StorageBooks | None = engine
         self._is_wrapper: dict[type, bool] = dict.fromkeys(_PLAIN, False)
+        self._is_of_inference = torch.is_inference_mode_enabled()
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """What is compiled meanwhile is compiled as without it."""
+        return True
+
+    def end(self) -> None:
+        """Passes operators on from here on."""
+        self._engine = None
+
+    @property
+    def may_go(self) -> bool:
+        """Whether it has ended, and can be taken off a stack here."""
+        return self._engine is None and (self._is_of_inference or not torch.is_inference_mode_enabled())
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Runs the operator and books what it made."""
+        engine = self._engine
+        if engine is None:
+            return func(*args, **(kwargs or {}))
         for kind in types:
             if kind not in _PLAIN and self._wraps(kind):
                 return NotImplemented  # the subclass takes it apart first
-        engine = self._engine
         try:
             makes = _known[func]
         except KeyError:
@@ -69,16 +87,30 @@ class DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         return found
 
 
+def enter(mode: DispatchMode) -> None:
+    """Puts the mode on top of this thread's stack."""
+    _push_mode(mode)
+
+
 def leave(mode: DispatchMode) -> None:
-    """Takes the mode off this thread's stack, from under others where need be."""
+    """Ends the mode, and takes it off this thread's stack if it can be."""
+    mode.end()
+    take_off_ended()
+
+
+def take_off_ended() -> None:
+    """Takes modes that have ended off this thread's stack, from under others where need be."""
     above: list[Any] = []
-    while (stack := _get_current_dispatch_mode_stack()) and mode in stack:
+    while any(_may_go(mode) for mode in _get_current_dispatch_mode_stack()):
         top = _pop_mode()
-        if top is mode:
-            break
-        above.append(top)
+        if not _may_go(top):
+            above.append(top)
     for other in reversed(above):
         _push_mode(other)
+
+
+def _may_go(mode: Any) -> bool:
+    return isinstance(mode, DispatchMode) and mode.may_go
 
 
 def _each_tensor(note: Callable[[torch.Tensor], None], result: Any) -> None:

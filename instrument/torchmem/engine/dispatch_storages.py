@@ -3,9 +3,10 @@
 A storage is known by the address of its StorageImpl. Weak references tell of deaths at any time, in the midst of
 anything; they are only noted then, and booked before the next event.
 
-Invariants: books are only touched under the lock, which no callback takes; while paused nothing is booked.
+Invariants: books are only touched under the lock, by one event at a time; while paused nothing is booked.
 
-Limits: a block is as large as its storage, or as the given rounding makes it.
+Limits: a block is as large as its storage, or as the given rounding makes it. What a signal's handler or a finalizer
+does in the midst of an event, on the thread that is booking it, is not booked: it finds half of the event in the books.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import torch
 
@@ -24,6 +25,42 @@ from torchmem.engine import addresses
 from torchmem.engine.dispatch_context import Contexts
 from torchmem.engine.fast_ledger import FastLedger
 from torchmem.model import OUTSIDE_OWNER, Phase
+
+_Books = TypeVar("_Books", bound="StorageBooks")
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
+_Method = Callable[Concatenate[_Books, _Arguments], _Result]
+
+
+def alone(
+    otherwise: Callable[[], Any],
+) -> Callable[[_Method[_Books, _Arguments, _Result]], _Method[_Books, _Arguments, _Result]]:
+    """The method is one event in the books, which are up to date when it begins.
+
+    Args:
+        otherwise: gives what is returned where the same thread is in the midst of another event.
+    """
+
+    def decorate(method: _Method[_Books, _Arguments, _Result]) -> _Method[_Books, _Arguments, _Result]:
+        @functools.wraps(method)
+        def call(self: _Books, /, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+            with self._lock:
+                if self.is_booking:
+                    return otherwise()  # type: ignore[no-any-return]  # as the method returns
+                self.is_booking = True
+                try:
+                    self._bury_dead()
+                    return method(self, *args, **kwargs)
+                finally:
+                    self.is_booking = False
+
+        return call
+
+    return decorate
+
+
+def nothing() -> None:
+    """Is done."""
 
 
 class PeakPlace(NamedTuple):
@@ -55,6 +92,7 @@ class StorageBooks:
         ledger: the books.
         peak_places: of each device, where it held the most in the running step.
         num_pauses: how many of ``paused`` run now.
+        is_booking: whether an event is being booked, on this thread where this is read in the midst of it.
         operator: the one that ran last.
         read_value: gives the value of a fake tensor that is asked for one; None where torch shall raise its own error.
         on_block: called with the device, key and size of each block made, and with -size when it is freed.
@@ -78,7 +116,8 @@ class StorageBooks:
         self._device_ids: dict[torch.device, int | None] = {}
         self._references: dict[int, _Freed] = {}
         self._dead: deque[_Freed] = deque()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
+        self.is_booking = False
         self.num_pauses = 0
         self.operator: Any = None
         self._born: list[int] | None = None
@@ -146,14 +185,14 @@ class StorageBooks:
             found = self._device_ids[device] = device_id(device)
             return found
 
+    @alone(nothing)
     def _book(self, storage: torch.UntypedStorage, key: int, device: int) -> None:
         num_bytes = storage.nbytes()
-        with self._lock:
-            self._refer(storage, key, device)
-            if self._born is not None:
-                self._born.append(key)
-            if num_bytes:
-                self._allocate(key, num_bytes, device)
+        self._refer(storage, key, device)
+        if self._born is not None:
+            self._born.append(key)
+        if num_bytes:
+            self._allocate(key, num_bytes, device)
 
     def _refer(self, storage: torch.UntypedStorage, key: int, device: int) -> None:
         reference = _Freed(storage, self._dead.append)
@@ -181,40 +220,39 @@ class StorageBooks:
                 self.on_block(block.device, key, -block.num_bytes)
             self.ledger.release(self._contexts.current().stack, key)
 
+    @alone(nothing)
     def _bury(self) -> None:
         """Books the frees that weak references have told of; they come at any time, in the midst of anything."""
-        with self._lock:
-            self._bury_locked()
 
-    def _bury_locked(self) -> None:
+    def _bury_dead(self) -> None:
         while self._dead:
             freed = self._dead.popleft()
             if self._references.get(freed.key) is freed:
                 del self._references[freed.key]
                 self._release(freed.key)
 
+    @alone(nothing)
     def _follow_size(self, storage: torch.UntypedStorage) -> None:
         """Books a storage that was resized anew: the allocator has moved it."""
         key = storage._cdata  # noqa: SLF001  # as above
         num_bytes = storage.nbytes()
-        with self._locked():
-            if key not in self._references:
-                return
-            block = self.ledger.find(key)
-            if (block is None and not num_bytes) or (block is not None and block.num_bytes == self._taken(num_bytes)):
-                return
-            device = self._references[key].device
-            if block is None:
-                self._allocate(key, num_bytes, device)
-            elif not num_bytes:
-                self._release(key)
-            else:  # the new block is there before the old one goes
-                self._allocate(-key, num_bytes, device)
-                self._release(key)
-                self.ledger.move(-key, key)
-                if self.on_block is not None:
-                    self.on_block(device, -key, -self._taken(num_bytes))
-                    self.on_block(device, key, self._taken(num_bytes))
+        if key not in self._references:
+            return
+        block = self.ledger.find(key)
+        if (block is None and not num_bytes) or (block is not None and block.num_bytes == self._taken(num_bytes)):
+            return
+        device = self._references[key].device
+        if block is None:
+            self._allocate(key, num_bytes, device)
+        elif not num_bytes:
+            self._release(key)
+        else:  # the new block is there before the old one goes
+            self._allocate(-key, num_bytes, device)
+            self._release(key)
+            self.ledger.move(-key, key)
+            if self.on_block is not None:
+                self.on_block(device, -key, -self._taken(num_bytes))
+                self.on_block(device, key, self._taken(num_bytes))
 
     def _watched_resize(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -228,12 +266,6 @@ class StorageBooks:
             return result
 
         return resize_
-
-    @contextlib.contextmanager
-    def _locked(self) -> Iterator[None]:
-        with self._lock:
-            self._bury_locked()
-            yield
 
     def requested_bytes(self, key: int) -> int | None:
         """The size of the storage booked under a key; None where there is none."""

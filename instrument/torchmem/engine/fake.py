@@ -1,7 +1,8 @@
 """A job of any size in one process: fake tensors, a process group that hallucinates, and torch adapted to both.
 
 What of torch does not know fake tensors is put right by ``adaptations`` and ``fake_reducer``. Besides, a fake scalar
-has no value: one that is read is 0, and the job counts them; and the job's own ``init_process_group`` finds a group
+has no value: one that is read is 0, and the job counts them (an integer, which a shape may be made of, is only told to
+a data loader); and the job's own ``init_process_group`` finds a group
 that is there already. What is compiled runs eagerly: fake tensors would be compiled for.
 
 Private torch interfaces used: ``torch.testing._internal.distributed.fake_pg``.
@@ -15,27 +16,57 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._ops import HigherOrderOperator
+from torch._subclasses.fake_tensor import FakeTensorMode, UnsupportedOperatorException
 
 from torchmem.engine import adaptations, fake_reducer
 from torchmem.engine.dispatch import DispatchEngine
+from torchmem.engine.dispatch_patch import patched
 from torchmem.errors import ForecastError
+
+_FIRST_BRANCH = "of torch.cond the first branch is forecast: which one is taken depends on a value"
+_LOADED = "data loaders read their seed and order from fake tensors: all of it was 0"
+_LOADER = str(Path(torch.__file__).parent / "utils" / "data")
+_NOT_THE_READER = (str(Path(torch.__file__).parent), str(Path(__file__).parent), "<")
 
 
 class FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's
     """Torch's, of which there is one: copying what it made shares it.
 
     Torch would copy it with the weak references that it holds to storages, and those free what they point to once for
-    each copy: the process ends in a segmentation fault, at some later collection.
+    each copy: the process ends in a segmentation fault, at some later collection. Torch finds its rules for
+    higher-order operators (``torch.cond``) by the very type of a mode: here they are those of its own.
     """
+
+    supports_higher_order_operators = True
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[object] = (), kwargs: Mapping[str, object] | None = None
+    ) -> object:
+        """Runs an operator by torch's rule for fake tensors."""
+        if isinstance(func, HigherOrderOperator) and func not in _dispatched_by_torch():
+            rule = func.python_key_table.get(FakeTensorMode)
+            if rule is None:
+                raise UnsupportedOperatorException(func)  # type: ignore[arg-type]  # it is only named
+            return rule(self, *args, **(kwargs or {}))
+        return super().__torch_dispatch__(func, types, args, kwargs or {})
 
     def __deepcopy__(self, _memo: dict[int, Any]) -> FakeMode:
         return self
+
+
+def _dispatched_by_torch() -> Container[Any]:
+    """The higher-order operators whose rule leads back to the mode."""
+    from torch._higher_order_ops.utils import registered_hop_fake_fns
+
+    return registered_hop_fake_fns
 
 
 class FakeJob:
@@ -46,6 +77,7 @@ class FakeJob:
         num_values_read: scalars of fake tensors whose value was asked for.
         counts_uses: whether DDP counts how often parameters are used, in tensors of int32, and will read that.
         unadapted: what of this torch could not be adapted to fake tensors, and why.
+        made_up: what else was made up in place of a value, a sentence each.
     """
 
     def __init__(self) -> None:
@@ -53,6 +85,7 @@ class FakeJob:
         self.num_values_read = 0
         self.counts_uses = False
         self.unadapted: dict[str, str] = {}
+        self.made_up: dict[str, None] = {}
 
 
 @contextlib.contextmanager
@@ -95,6 +128,7 @@ def _adaptations(
         "the conversion of modules": adaptations.swapping(),
         "the choice of optimizer kernels": adaptations.choosing_kernels(like_cuda=like_cuda),
         "threads": adaptations.threads(engine, job.mode),
+        "torch.cond": adaptations.first_branches(lambda: job.made_up.setdefault(_FIRST_BRANCH)),
     }
     if dist.is_available():
         found |= {
@@ -137,7 +171,7 @@ def _process_group(world_size: int, rank: int) -> Iterator[None]:
     try:
         with contextlib.ExitStack() as stack:
             for name in ("init_process_group", "destroy_process_group"):
-                stack.enter_context(adaptations.patched(dist, name, adaptations.ignored))
+                stack.enter_context(patched(dist, name, adaptations.ignored))
             yield
     finally:
         dist.destroy_process_group()
@@ -155,9 +189,23 @@ def _value_read(job: FakeJob) -> Callable[[torch.Tensor], Any]:
         if tensor.dtype is torch.bool:
             job.num_values_read += 1
             return False
+        if _reader().startswith(_LOADER):
+            job.made_up[_LOADED] = None
+            return 0
         raise ForecastError(
             "the job reads an integer out of a tensor (item(), int(), tolist()), which has none before it runs: leave"
             " that out, or make the number of what it is made of"
         )
 
     return value
+
+
+def _reader() -> str:
+    """The file of the innermost code that is the job's own, or a data loader's: what reads a value, not how."""
+    frame: Any = sys._getframe(1)  # noqa: SLF001  # the only way to ask
+    while frame is not None:
+        name: str = frame.f_code.co_filename
+        if name.startswith(_LOADER) or not name.startswith(_NOT_THE_READER):
+            return name
+        frame = frame.f_back
+    return ""

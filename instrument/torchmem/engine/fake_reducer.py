@@ -22,8 +22,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torchmem.engine.adaptations import ignored, patched
+from torchmem.engine.adaptations import ignored
 from torchmem.engine.dispatch import DispatchEngine
+from torchmem.engine.dispatch_patch import patched
 
 
 @contextlib.contextmanager

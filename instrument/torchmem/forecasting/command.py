@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import importlib
 import importlib.util
+import math
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -225,10 +226,10 @@ def _imported(load: Callable[[], Any], name: str) -> Any:
 def size_bytes(text: str) -> int:
     """A size in bytes: ``80GiB``, ``80GB``, ``1.5 TiB``, ``1048576``."""
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?\s*", text.lower())
-    if not found:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 80GiB")
-    unit = found[2] or ""
-    return int(float(found[1]) * (_UNITS | _BINARY_UNITS)[unit])
+    size = float(found[1]) * (_UNITS | _BINARY_UNITS)[found[2] or ""] if found else math.inf
+    if size == math.inf:  # also of hundreds of digits
+        raise argparse.ArgumentTypeError(f"{text[:80]!r} is not a size such as 80GiB")
+    return int(size)
 
 
 def _mesh(text: str) -> dict[str, int]:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import inspect
+import operator
 import time
 import traceback
 import warnings
@@ -83,7 +84,7 @@ def forecast(
         ForecastError: the job does what fake tensors cannot, or arguments do not fit together.
         InstallError: torchmem watches this process already, or the function returns something else.
     """
-    ranks = sorted(set(ranks))
+    ranks = _whole_numbers(ranks)
     allocator = allocator or ("cuda" if device == "cuda" else "exact")
     _check(world_size, ranks, mesh, device, allocator)
     given = dict(arguments or {})
@@ -103,6 +104,13 @@ def forecast(
         torch_version=str(torch.__version__),
         torchmem_version=__version__,
     )
+
+
+def _whole_numbers(ranks: Iterable[int]) -> list[int]:
+    try:
+        return sorted({operator.index(rank) for rank in ranks})
+    except TypeError:
+        raise ForecastError(f"ranks {ranks!r}: give whole numbers, such as (0, 7)") from None
 
 
 def _check(world_size: int, ranks: Sequence[int], mesh: Mapping[str, int] | None, device: str, allocator: str) -> None:
@@ -268,6 +276,7 @@ class _Run:
             self._notes.append(
                 f"the job read {job.num_values_read} values of tensors, which fake tensors do not have: each was 0"
             )
+        self._notes += job.made_up
         self._notes += [f"{what} is as torch has it: {reason}" for what, reason in job.unadapted.items()]
 
     def _order(self, device: int) -> tuple[bool, int]:
@@ -321,12 +330,14 @@ def _explained() -> Iterator[None]:
                 f"{_where(error)}: the job saves or loads tensors, and fake ones have no values to write or to read:"
                 f" leave that out of what is forecast ({_reason(error)})"
             ) from error
-        if isinstance(error, ForecastError):
+        if isinstance(error, ForecastError) and not _own_lines(error):
             raise
         raise ForecastError(f"{_where(error)}: {_reason(error)}") from error
 
 
 def _reason(error: Exception) -> str:
+    if isinstance(error, ForecastError):
+        return str(error)
     if isinstance(error, fake_tensor.DynamicOutputShapeException):
         return f"the shape of what {error.func} returns depends on values, which fake tensors do not have"
     if isinstance(error, fake_tensor.DataDependentOutputException | fake_tensor.UnsupportedOperatorException):
@@ -343,6 +354,11 @@ def _is_saving(error: Exception) -> bool:
 
 def _where(error: BaseException) -> str:
     """The innermost line of the job's own."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [f for f in frames if not f.filename.startswith((_TORCH, _OWN, "<"))]
+    own = _own_lines(error)
     return f"{own[-1].filename}:{own[-1].lineno}" if own else "in torch"
+
+
+def _own_lines(error: BaseException) -> list[traceback.FrameSummary]:
+    """The job's own lines on the way to it, innermost last."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return [f for f in frames if not f.filename.startswith((_TORCH, _OWN, "<"))]

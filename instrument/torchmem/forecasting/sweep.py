@@ -3,7 +3,8 @@
 Invariants: what is said to fit was forecast, not extrapolated; forecasts are run one at a time, at most
 ``MAX_SEARCHES`` beyond the values that were given.
 
-Limits: the search takes the peak to grow with the argument, and the argument for a whole number.
+Limits: the search takes the peak to grow with the argument, and the argument for a whole number; it ends at the first
+value that it tries itself and the job cannot take.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from torchmem.errors import ForecastError
 from torchmem.forecasting.outcome import Forecast, Plain
 
 MAX_SEARCHES = 12
@@ -66,7 +68,10 @@ def sweep(name: str, values: Sequence[Plain], run: Run, capacity_bytes: int | No
         value = _next_value(peaks, capacity_bytes)
         if value is None:
             break
-        fits(value)
+        try:
+            fits(value)
+        except ForecastError:  # nobody asked for that value: the job may not take every one
+            break
     low, high = _bounds(peaks, capacity_bytes)
     found.largest_fit = low or None
     found.is_exact = high == low + 1

@@ -73,7 +73,7 @@ class OptimizerLabeler:
         optimizer = None if self._anchor is None else self._anchor()
         if optimizer is not None:
             self._label_state(optimizer)
-        self.step_hooks = StepHooks(self.hooks, self._before_step, self._after_step)
+        self.step_hooks = StepHooks(self.hooks, self.before_step, self.after_step)
 
     def detach(self) -> None:
         """Takes the hooks off and gives the state's storages their own deleters back."""
@@ -114,7 +114,8 @@ class OptimizerLabeler:
         while len(self._open) > num_open:
             self._native.cut_stack(self._open.pop())
 
-    def _before_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+    def before_step(self, optimizer: Optimizer, _args: Any = None, _kwargs: Any = None) -> None:
+        """Labels what a step makes as its scratch from here on; a hook of the optimizer."""
         self.num_steps_seen += 1
         if self._open:
             self._cut_to(num_running_steps() - 1)  # this one runs too
@@ -134,7 +135,8 @@ class OptimizerLabeler:
                 if booked is not None and booked[2] != RefType.GRADIENT_BUCKET:
                     self._native.adopt(storage._cdata, owner, RefType.GRADIENT)  # noqa: SLF001  # the address of the StorageImpl
 
-    def _after_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+    def after_step(self, optimizer: Optimizer, _args: Any = None, _kwargs: Any = None) -> None:
+        """Takes the step's label away, and labels the state that it has made; a hook of the optimizer."""
         self._cut_to(max(0, len(self._open) - 1))
         self.stepped(optimizer)
 

@@ -1,6 +1,6 @@
 """Samples one training step in so many, with the dispatch engine and every labeler, and has nothing on in between.
 
-Between samples one hook on the optimizer says that a step has ended, and that is all. A sample begins when a step has
+Between samples the hooks of ``steps`` say that a step has ended, and that is all. A sample begins when a step has
 ended: the engine and all labelers are put on, adopt what exists, and are taken off when the next step has ended; its
 books then stand until the next sample. Steps are counted, not timed, so all ranks sample the same one.
 
@@ -10,9 +10,9 @@ has none of it.
 
 Limits: what existed before a sample and no labeler knows (data kept between steps, a DDP reducer's buckets unless
 gradients are views of them) is not counted; nor is what kernels use inside, nor what a replayed CUDA graph holds. A
-checkpoint that is saved between samples is not seen. Jobs that use torch.compile are not sampled: under a dispatch mode
-they would run eagerly, and stay so; what is first compiled within a sample runs eagerly. Closed from another thread in
-the midst of a sample, its mode stays on the job's thread, and counts nothing.
+checkpoint that is saved between samples is not seen. Jobs that use torch.compile are not sampled: what compiled code
+allocates is not seen. A sample that ends on another thread, in inference mode, in a backward hook or in the midst of an
+operator leaves its mode on the job's thread, where it does nothing, until a step ends there under a sampler.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from torchmem.counting import Counting
 from torchmem.engine import addresses
 from torchmem.engine.dispatch import DispatchEngine
 from torchmem.engine.dispatch_context import graph_task
+from torchmem.engine.dispatch_mode import take_off_ended
 from torchmem.labelers.hooks import HookSet
 from torchmem.labelers.owners import OwnerTable
 from torchmem.ledger import NO_TASK
 from torchmem.model import OUTSIDE_OWNER
 from torchmem.sampling.books import Sample, SampledBooks
+from torchmem.sampling.steps import StepCounting, Steps
 from torchmem.sampling.times import StepTimes
 
 if TYPE_CHECKING:
@@ -49,6 +49,9 @@ if TYPE_CHECKING:
 _FIRST = 2
 """The first step makes the optimizer's state, and is like no other."""
 
+MAX_FORWARDS = 1000
+"""The monitor's ``MAX_FORWARDS_IN_STEP``, at which it says that no step ends."""
+
 logger = logging.getLogger("torchmem")
 
 
@@ -56,7 +59,7 @@ class _Running(NamedTuple):
     """A sample that has begun."""
 
     engine: DispatchEngine
-    counting: Counting
+    counting: StepCounting
     thread: int
 
 
@@ -109,10 +112,10 @@ class StepSampler:
         self._every = every
         self._on_step = on_step
         self._before_forward = before_forward
-        self._anchor: weakref.ref[Optimizer] | None = None
-        self._given = None if optimizer is None else weakref.ref(optimizer)
+        self._anchor = None if optimizer is None else weakref.ref(optimizer)
+        self._steps = Steps(self.hooks, optimizer, self._after_step)
         self._is_due = False
-        self._may_open = True
+        self._num_forwards = 0
         self._failure = ""
         self._times = StepTimes()
         self._running: _Running | None = None
@@ -125,11 +128,7 @@ class StepSampler:
         """
         addresses.check()
         self.hooks.on_off(self._drop)
-        optimizer = None if self._given is None else self._given()
-        if optimizer is not None:
-            self._follow(optimizer)
-        else:
-            self.hooks.add(register_optimizer_step_post_hook(self.hooks.guarded(self._after_any_step)))
+        self._steps.attach()
 
     def detach(self) -> None:
         """Takes everything off; safe to call twice."""
@@ -168,9 +167,10 @@ class StepSampler:
         self._is_due |= self.num_steps % self._every == _FIRST - 1
         self._times.end(was_sampled=self._running is not None)
         try:
+            take_off_ended()
             if self._running is not None:
                 return self._close(self._running)
-            if self._is_due and self._may_open and not self._failure:
+            if self._is_due and not self._failure:
                 self._open()
         except Exception as error:  # noqa: BLE001  # nothing of ours may reach the training loop
             self._fail(error)
@@ -179,22 +179,11 @@ class StepSampler:
             self._times.begin()
         return False
 
-    def _follow(self, optimizer: Optimizer) -> None:
-        """Its own hook, not a global one: labelers put global ones on and take them off in it."""
-        self._anchor = weakref.ref(optimizer)
-        self.hooks.add(optimizer.register_step_post_hook(self.hooks.guarded(self._after_step)))
-
-    def _after_any_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+    def _after_step(self, optimizer: Optimizer) -> None:
         if (self._anchor is None or self._anchor() is None) and self._trains_model(optimizer):
-            self._follow(optimizer)
-            self._may_open = False
-            try:
-                self._on_step()
-            finally:
-                self._may_open = True
-
-    def _after_step(self, _optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-        self._on_step()
+            self._anchor = weakref.ref(optimizer)
+        if self._anchor is not None and self._anchor() is optimizer:
+            self._on_step()
 
     def _trains_model(self, optimizer: Optimizer) -> bool:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -212,14 +201,16 @@ class StepSampler:
         engine = DispatchEngine()
         engine.on_failure = self._fail
         self.owners.refresh()
-        counting = Counting(
+        counting = StepCounting(
+            self._steps,
             self.owners.model,
             None if self._anchor is None else self._anchor(),
             depth=self._depth,
-            before_forward=self._before_forward,
+            before_forward=self._before_sampled_forward,
             engine=engine,
             owners=self.owners,
         )
+        self._num_forwards = 0
         self._running = _Running(engine, counting, threading.get_ident())
         _sampling = self
         counting.attach()
@@ -230,6 +221,9 @@ class StepSampler:
         if running.thread != threading.get_ident():
             raise RuntimeError("steps end on different threads")
         engine, counting, _ = running
+        if engine.is_in_event():
+            self._give_up("a signal's handler ended the step in the midst of an operator")
+            return False
         counting.label_now()
         engine.stop()
         phases, rows = engine.end_step()
@@ -239,6 +233,17 @@ class StepSampler:
             return False
         self.native.take(Sample(self.num_steps, phases, rows, engine.read_window(), engine.counters(), failures))
         return True
+
+    def _before_sampled_forward(self, num_elements: int) -> None:
+        self._before_forward(num_elements)
+        self._num_forwards += 1
+        if self._num_forwards == MAX_FORWARDS:
+            self._give_up(f"no step has ended in {MAX_FORWARDS} forwards since a sample began")
+
+    def _give_up(self, reason: str) -> None:
+        """Ends a running sample without a result; there will be others."""
+        self.reason = reason
+        self._drop()
 
     def _fail(self, error: Exception) -> None:
         """There will be no more samples; the running one has no result."""
@@ -254,7 +259,7 @@ class StepSampler:
         engine, counting, _ = self._running
         self._running = None
         _sampling = None
-        engine.num_pauses += 1  # on another thread's stack the mode stays
+        engine.num_pauses += 1  # who still has it books nothing
         engine.stop()
         counting.detach()
 
@@ -265,12 +270,14 @@ class StepSampler:
         self.hooks.close()
 
     def _why_not(self) -> str:
+        if torch.is_inference_mode_enabled():
+            return "the step ends in inference mode, where no sample can begin: end it outside"
         if _get_current_dispatch_mode_stack():
             return "the job keeps a dispatch mode of its own open between steps"
         if graph_task() != NO_TASK:
             return "the optimizer steps while backward runs"
         if _uses_compile(self.owners.model):
-            return "the job uses torch.compile: it would run eagerly while sampled, and stay so"
+            return "the job uses torch.compile: what compiled code allocates cannot be seen"
         return ""
 
 
