@@ -137,6 +137,8 @@ class Monitor:
         self._by_hand = True
         if tokens is not None:
             self._input_size = _whole(tokens)
+        if os.getpid() != self.pid:  # a forked child's copy
+            return
         if self._counting is not None:
             self._counting.label_now()
         self._try_end_step()

@@ -50,7 +50,7 @@ def _refuse() -> NoReturn:
 
 
 class DispatchEngine(StorageBooks):
-    """Books every storage that operators make while it runs; arguments as of ``StorageBooks``.
+    """Books every storage that operators make while it runs on the thread that made it; arguments as ``StorageBooks``.
 
     Attributes:
         bucket_keys: gives the keys of a DDP reducer's buckets.
@@ -60,6 +60,7 @@ class DispatchEngine(StorageBooks):
         super().__init__(block_bytes, default_device)
         self.bucket_keys: Callable[[Any], Iterable[int]] = _no_buckets
         self._mode: DispatchMode | None = None
+        self._thread = threading.get_ident()
         self._patches = contextlib.ExitStack()
 
     # -- running
@@ -108,6 +109,10 @@ class DispatchEngine(StorageBooks):
         self.ledger.__init__(list(parents))  # type: ignore[misc]  # as new, and the same object
         self._contexts.__init__(self.ledger)  # type: ignore[misc]  # as above
         self.peak_places.clear()
+
+    def is_lone_trainer(self) -> bool:
+        """Whether this is the thread whose operators it sees: only that one may look at gradients."""
+        return threading.get_ident() == self._thread
 
     def set_gate(self, is_open: Any) -> None:
         """Nothing: a mode that is not entered counts nothing."""

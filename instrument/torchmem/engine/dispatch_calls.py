@@ -87,15 +87,15 @@ class Held:
         self._places = [_Place(weakref.ref(place[0]), *place[1:]) for place in places]
         self._tensor_type = tensor_type
 
-    def relabel(self) -> None:
-        """Relabels all of it; gradients that lie in a bucket stay the bucket's."""
+    def relabel(self, with_gradients: bool) -> None:  # noqa: FBT001  # as the native one
+        """Relabels all of it, the parameters' gradients if told; those that lie in a bucket stay the bucket's."""
         for place in self._places:
             module = place.module()
             tensor = None if module is None else getattr(module, place.table).get(place.name)
             if not isinstance(tensor, self._tensor_type):
                 continue
             self._books.relabel(tensor._cdata, place.owner, place.reftype)  # type: ignore[attr-defined]  # noqa: SLF001  # as above
-            gradient = tensor.grad if place.table == "_parameters" else None  # type: ignore[attr-defined]
+            gradient = tensor.grad if with_gradients and place.table == "_parameters" else None  # type: ignore[attr-defined]
             if gradient is not None and self._books.reftype_of(gradient._cdata) != RefType.GRADIENT_BUCKET:  # noqa: SLF001
                 self._books.relabel(gradient._cdata, place.owner, RefType.GRADIENT)  # noqa: SLF001  # as above
 

@@ -216,8 +216,7 @@ class _Graphs:
             # Those that Dynamo takes to stay at their addresses, as after a compiled step, are no arguments.
             tensors = {id(t): t for t in (*args, *_held_by(original)) if isinstance(t, torch.Tensor)}
             if _has_parameter_and_gradient(tensors):
-                trains = any(self._owners.of_parameter(tensor) != OUTSIDE_OWNER for tensor in tensors.values())
-                return functools.partial(self._run_step, original, self._optimizers.label_held if trains else _nothing)
+                return functools.partial(self._run_step, original)
             owner = self._owner_of(tensors)
             if owner == OUTSIDE_OWNER:
                 return original
@@ -227,8 +226,8 @@ class _Graphs:
             return original
         return functools.partial(self._run_forward, original, frames)
 
-    def _run_step(self, original: Callable[..., Any], label: Callable[[], None], *args: Any, **kwargs: Any) -> Any:
-        self._guard(label)
+    def _run_step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._guard(self._optimizers.label_held)
         depth = self._native.push_label(OUTSIDE_OWNER, RefType.TEMPORARY)
         try:
             return original(*args, **kwargs)
@@ -276,10 +275,6 @@ class _Graphs:
                 found[owner] = found.get(owner, 0) + 1
                 owner = self._owners.parents[owner]
         return found
-
-
-def _nothing() -> None:
-    """Of a model that is not watched."""
 
 
 def _has_parameter_and_gradient(tensors: dict[int, torch.Tensor]) -> bool:

@@ -4,9 +4,12 @@ Whose forward runs is told by ``frames``. Backward needs nothing: the engine fin
 autograd node. Parameters, gradients and buffers are named again before each optimizer step, through
 the modules that hold them, so that what was replaced or converted meanwhile is followed.
 
-Invariants: what other hooks on a module allocate belongs to the module; nothing wraps ``forward``; no tensor is held.
+Invariants: what other hooks on a module allocate belongs to the module; nothing wraps ``forward``; no tensor is held;
+a gradient is only looked at on the one thread that trains: torch frees gradients without the interpreter's lock, and
+whoever looks at one from elsewhere may read freed memory.
 
-Limits: a module added after ``install`` counts for the one that calls it, and its tensors as what they were made for.
+Limits: a module added after ``install`` counts for the one that calls it, and its tensors as what they were made for;
+gradients that exist at ``install`` are looked at there, so it belongs before the training or on the thread that trains.
 """
 
 from __future__ import annotations
@@ -71,8 +74,13 @@ class ModuleLabeler:
 
     def find_anew(self) -> None:
         """Follows parameters and buffers that were added in new places."""
-        if self._held is not None:
-            self._hold(list(self._find_held()))
+        if self._held is None:
+            return
+        try:
+            found = list(self._find_held())
+        except RuntimeError:  # another thread adds or removes some just now: next time
+            return
+        self._hold(found)
 
     def _hold(self, held: list[_Held]) -> None:
         places = [(one.module, one.table, one.name, one.owner, int(one.reftype)) for one in held]
@@ -91,26 +99,30 @@ class ModuleLabeler:
         """Takes the hooks off and gives the storages their own deleters back."""
         self.hooks.close()
         self._held = None
+        looks = self._native.is_lone_trainer()  # else a gradient's deleter stays, and passes on what it frees
         for one in self._find_held():
-            for tensor in (one.tensor, _gradient_of(one.tensor)):
-                disown(self._native, tensor)
+            disown(self._native, one.tensor)
+            if looks:
+                disown(self._native, _gradient_of(one.tensor))
 
     def label_held(self) -> None:
-        """Names the parameters, gradients and buffers that the modules hold now."""
+        """Names the parameters and buffers that the modules hold now, and their gradients unless others train too."""
         held = self._held  # another thread may be closing
         if held is None:
             return
-        held.relabel()
+        looks = self._native.is_lone_trainer()
+        with torch._C.DisableTorchFunction():  # noqa: SLF001  # a default device would be asked about each tensor
+            held.relabel(looks)
         if self._has_subclasses:
-            self._label_subclasses()
+            self._label_subclasses(looks=looks)
 
-    def _label_subclasses(self) -> None:
+    def _label_subclasses(self, *, looks: bool) -> None:
         """The tensors behind a subclass (tensor parallelism's DTensor), which the engine cannot find by itself."""
         for one in self._find_held():
             if not is_traceable_wrapper_subclass(one.tensor):
                 continue
             self._relabel(one.tensor, one.owner, one.reftype)
-            if (gradient := _gradient_of(one.tensor)) is not None:
+            if looks and (gradient := _gradient_of(one.tensor)) is not None:
                 self._relabel(gradient, one.owner, RefType.GRADIENT)
 
     def _find_held(self) -> Iterator[_Held]:

@@ -4,9 +4,8 @@ Works with any optimizer, passed in or not, through torch's global optimizer hoo
 grown or been replaced, so a settled optimizer costs two hooks a step.
 
 Invariants: an exception inside ``optimizer.step()`` (torch then calls no post hook) leaves a label behind that the
-next forward takes away; an optimizer whose closure runs the model (LBFGS) keeps its label. What the model holds is only
-looked at before a step that trains it, and in the midst of a backward only what that step trains: the model's backward,
-on another thread perhaps, puts gradients in place without the interpreter's lock.
+next forward takes away; an optimizer whose closure runs the model (LBFGS) keeps its label. Where others train too, or
+a backward is still running, only the gradients of the optimizer that steps are looked at: see ``module``.
 
 Limits: state tensors that an optimizer replaces one by one, its dict staying the same, are labelled as its scratch.
 """
@@ -16,16 +15,20 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
+from torchmem.labelers.anchor import Anchor
 from torchmem.labelers.hooks import HookSet
 from torchmem.labelers.owners import OwnerTable, disown, storages, tensors_in
 from torchmem.labelers.step_hooks import StepHooks
 from torchmem.model import OUTSIDE_OWNER, RefType
+
+_UNNAMED = (RefType.ACTIVATION, RefType.RECOMPUTATION, RefType.TEMPORARY, RefType.OTHER)
+"""What a gradient may be booked as before anybody has named it."""
 
 
 class OptimizerLabeler:
@@ -34,7 +37,7 @@ class OptimizerLabeler:
     Args:
         native: the loaded engine.
         owners: the table of owners.
-        optimizer: the one whose step ends a step; None for the first that steps.
+        optimizer: the one whose step ends a step; None for the first that trains the model.
         label_held: names the parameters and gradients that the model holds now.
         find_anew: called when an optimizer has come to hold state of other parameters than before.
         on_step: called after that optimizer has stepped.
@@ -58,20 +61,20 @@ class OptimizerLabeler:
         self.hooks = HookSet(self.name)
         self._native = native
         self._owners = owners
-        self._anchor = None if optimizer is None else weakref.ref(optimizer)
+        self._anchor = Anchor(optimizer, self._trains_model)
         self.label_held = label_held
         self._find_anew = find_anew
         self._on_step = on_step
         self._thread = threading.local()
         self._seen: weakref.WeakKeyDictionary[Optimizer, tuple[int, int]] = weakref.WeakKeyDictionary()
-        self._trainers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._is_fresh = self._has_followed = False
+        self._labelled_at = -1
         self.step_hooks: StepHooks | None = None
         self.num_steps_seen = 0
 
     def attach(self) -> None:
         """Books the state that exists and puts the hooks on."""
-        optimizer = None if self._anchor is None else self._anchor()
-        if optimizer is not None:
+        if (optimizer := self._anchor()) is not None:
             self._label_state(optimizer)
         self.step_hooks = StepHooks(self.hooks, self.before_step, self.after_step)
 
@@ -119,21 +122,26 @@ class OptimizerLabeler:
         self.num_steps_seen += 1
         if self._open:
             self._cut_to(num_running_steps() - 1)  # this one runs too
-        if self._is_anchor(optimizer) or self._trains_model(optimizer):
-            self._label_before(optimizer)
+        self._label_before(optimizer)
         self._open.append(self._native.push_label(OUTSIDE_OWNER, RefType.TEMPORARY))
 
     def _label_before(self, optimizer: Optimizer) -> None:
-        if torch._C._current_graph_task_id() == -1:  # noqa: SLF001  # outside of backward
-            self.label_held()
-            return
-        # Other threads of this backward may be putting other gradients in place.
-        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        for owner, gradient in ((self._owners.of_parameter(p), p.grad) for p in parameters):
-            for storage in storages(gradient) if owner != OUTSIDE_OWNER else ():
-                booked = self._native.lookup(storage.data_ptr()) if storage.nbytes() else None
-                if booked is not None and booked[2] != RefType.GRADIENT_BUCKET:
-                    self._native.adopt(storage._cdata, owner, RefType.GRADIENT)  # noqa: SLF001  # the address of the StorageImpl
+        """Names gradients: all, or where they have been named since the last forward those of this optimizer."""
+        if torch._C._current_graph_task_id() == -1 and self._native.is_lone_trainer():  # noqa: SLF001  # outside of backward
+            number: int = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]  # noqa: SLF001  # of the next node
+            if number != self._labelled_at:
+                self._labelled_at = number
+                self.label_held()
+                return
+        for parameter in _parameters(optimizer):
+            if parameter.grad is not None and (owner := self._owners.of_parameter(parameter)) != OUTSIDE_OWNER:
+                self._name_gradient(parameter.grad, owner)
+
+    def _name_gradient(self, gradient: torch.Tensor, owner: int) -> None:
+        for storage in storages(gradient):
+            booked = self._native.lookup(storage.data_ptr()) if storage.nbytes() else None
+            if booked is not None and booked[2] in _UNNAMED:
+                self._native.adopt(storage._cdata, owner, RefType.GRADIENT)  # noqa: SLF001  # the address of the StorageImpl
 
     def after_step(self, optimizer: Optimizer, _args: Any = None, _kwargs: Any = None) -> None:
         """Takes the step's label away, and labels the state that it has made; a hook of the optimizer."""
@@ -144,38 +152,35 @@ class OptimizerLabeler:
         """What follows each step, eager or compiled."""
         self.num_steps_seen += 1
         self._label_state(optimizer)
-        if (self._anchor is None or self._anchor() is None) and self._trains_model(optimizer):
-            self._anchor = weakref.ref(optimizer)
-        if self._is_anchor(optimizer):
+        if self._anchor.ends(optimizer):
+            self._is_fresh = False
             self._on_step()
 
-    def _is_anchor(self, optimizer: Optimizer) -> bool:
-        return self._anchor is not None and self._anchor() is optimizer
-
     def _trains_model(self, optimizer: Optimizer) -> bool:
-        if optimizer in self._trainers:
-            return True
-        is_trainer = self._has_parameters_of_model(optimizer)
-        if not is_trainer and optimizer not in self._seen:  # at its first step the model may have got new ones
-            self._owners.refresh()
-            is_trainer = self._has_parameters_of_model(optimizer)
-        if is_trainer:  # one that is none may become one
-            self._trainers.add(optimizer)
-        return is_trainer
+        return any(self._owners.of_parameter(p) != OUTSIDE_OWNER for p in _parameters(optimizer))
 
-    def _has_parameters_of_model(self, optimizer: Optimizer) -> bool:
-        parameters = (p for group in optimizer.param_groups for p in group["params"])
-        return any(self._owners.of_parameter(p) != OUTSIDE_OWNER for p in parameters)
+    def _follow_model(self, optimizer: Optimizer) -> bool:
+        """Finds what the model has got since, at most once a step: optimizers may be made by the thousand.
+
+        Returns:
+            Whether all of the optimizer's parameters are known by now, or are no parameters of the model.
+        """
+        is_known = all(self._owners.of_parameter(p) != OUTSIDE_OWNER for p in _parameters(optimizer))
+        if self._is_fresh or (is_known and self._has_followed):
+            return is_known
+        self._is_fresh = self._has_followed = True
+        self._owners.refresh()
+        if self._anchor() is optimizer or self._trains_model(optimizer):
+            self._find_anew()
+        return True
 
     def _label_state(self, optimizer: Optimizer) -> None:
         state = optimizer.state
         now = (id(state), len(state))  # loading a state dict makes a new one
         if self._seen.get(optimizer) == now and self._is_labelled(state):
             return
-        self._seen[optimizer] = now
-        self._owners.refresh()
-        if self._is_anchor(optimizer) or self._has_parameters_of_model(optimizer):
-            self._find_anew()
+        if self._follow_model(optimizer):
+            self._seen[optimizer] = now
         for parameter, values in state.items():
             owner = self._owners.of_parameter(parameter)
             for tensor in tensors_in(values):
@@ -197,6 +202,10 @@ class OptimizerLabeler:
                     booked = self._native.lookup(storage.data_ptr())
                     return booked is not None and booked[2] == RefType.OPTIMIZER_STATE
         return True
+
+
+def _parameters(optimizer: Optimizer) -> Iterator[torch.Tensor]:
+    return (parameter for group in optimizer.param_groups for parameter in group["params"])
 
 
 _STEP_FILE = Optimizer.profile_hook_step.__code__.co_filename

@@ -117,20 +117,26 @@ class OwnerTable:
         """Owner of a parameter, its gradient and its optimizer state; ``OUTSIDE_OWNER`` for a stranger."""
         place = self._places.get(id(parameter))
         module = None if place is None else place.module()
-        if place is None or module is None or module._parameters.get(place.name) is not parameter:  # noqa: SLF001  # getattr would run a module's own __getattr__
+        if place is None or module is None:
             return OUTSIDE_OWNER
-        return place.owner
+        table = module._parameters  # noqa: SLF001  # getattr would run a module's own __getattr__
+        is_there = place.name in table and table[place.name] is parameter  # TorchScript's table has no get()
+        return place.owner if is_there else OUTSIDE_OWNER
 
     def refresh(self) -> None:
         """Finds the parameters again: some may have been replaced or added."""
-        self._places.clear()
+        places: dict[int, _Place] = {}
         owner_at: dict[str, int] = {}
-        for name, module in self.model.named_modules():
-            around = owner_at.get(name.rpartition(".")[0], OUTSIDE_OWNER)
-            owner_at[name] = owner = self._of_module.get(module, around)
-            for own, parameter in module._parameters.items():  # noqa: SLF001  # as above
-                if parameter is not None:
-                    self._places.setdefault(id(parameter), _Place(weakref.ref(module), own, owner))
+        try:
+            for name, module in self.model.named_modules():
+                around = owner_at.get(name.rpartition(".")[0], OUTSIDE_OWNER)
+                owner_at[name] = owner = self._of_module.get(module, around)
+                for own, parameter in module._parameters.items():  # noqa: SLF001  # as above
+                    if parameter is not None:
+                        places.setdefault(id(parameter), _Place(weakref.ref(module), own, owner))
+        except RuntimeError:  # another thread adds or removes modules just now: next time
+            return
+        self._places = places
 
     def _cleaned_name(self, owner: int) -> str | None:
         if owner == OUTSIDE_OWNER:

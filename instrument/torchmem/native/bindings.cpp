@@ -230,6 +230,8 @@ PyObject* py_cut_stack(PyObject*, PyObject* argument) {
   Py_RETURN_NONE;
 }
 
+PyObject* py_is_lone_trainer(PyObject*, PyObject*) { return PyBool_FromLong(is_lone_trainer()); }
+
 PyObject* py_stack_depth(PyObject*, PyObject*) { return PyLong_FromSize_t(stack_depth()); }
 
 PyObject* py_lookup(PyObject*, PyObject* argument) {
@@ -275,6 +277,7 @@ PyMethodDef functions[] = {{"reset", py_reset, METH_O, nullptr},
                            {"stop_watch", py_stop_watch, METH_O, nullptr},
                            {"checkpoint_peaks", py_checkpoint_peaks, METH_NOARGS, nullptr},
                            {"cut_stack", py_cut_stack, METH_O, nullptr},
+                           {"is_lone_trainer", py_is_lone_trainer, METH_NOARGS, nullptr},
                            {"stack_depth", py_stack_depth, METH_NOARGS, nullptr},
                            {"lookup", py_lookup, METH_O, nullptr},
                            {"end_step", py_end_step, METH_NOARGS, nullptr},

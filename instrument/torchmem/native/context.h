@@ -54,6 +54,7 @@ struct Context {
   NodeKey last_node;
   uint32_t last_owner = kOutside;
   bool after_forward = false;  // between the root's forward and backward: the loss
+  bool trains = false;         // it has run a watched module's forward of which there is a backward
   size_t checkpoint = 0;       // stack depth with the frame of the running operation on a checkpoint; 0 if there is none
 
   // True while a checkpoint is saved or loaded on this thread: whatever is allocated then is the checkpoint's.

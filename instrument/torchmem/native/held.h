@@ -34,35 +34,40 @@ inline PyObject* address_name = nullptr;
 
 // What is at the place now; false when there is no tensor. Reading `_cdata` may run Python (a torch function mode), so
 // that the tensor is held until its memory has been looked up.
-inline bool find(const Place& place, PyObject* tensor_type, Held* found) {
+inline bool find(const Place& place, PyObject* tensor_type, bool with_gradient, Held* found) {
   PyObject* module = PyWeakref_GetObject(place.module);  // borrowed
   if (module == nullptr || module == Py_None) return false;
   Py_INCREF(module);
   uint64_t address = 0;
   PyObject* table = PyObject_GetAttr(module, place.table);
-  PyObject* tensor = table != nullptr && PyDict_Check(table) ? PyDict_GetItem(table, place.name) : nullptr;
+  // TorchScript's tables are mappings, but no dicts.
+  PyObject* tensor = table != nullptr ? PyObject_GetItem(table, place.name) : nullptr;
   if (tensor != nullptr && PyObject_TypeCheck(tensor, reinterpret_cast<PyTypeObject*>(tensor_type))) {
-    Py_INCREF(tensor);
     PyObject* number = PyObject_GetAttr(tensor, address_name);
     if (number != nullptr) address = PyLong_AsUnsignedLongLong(number);
     Py_XDECREF(number);
     if (PyErr_Occurred()) address = 0;
-    if (address != 0) *found = held(reinterpret_cast<const c10::TensorImpl*>(address), place.owner, place.reftype);
-    Py_DECREF(tensor);
+    if (address != 0) {
+      *found = held(reinterpret_cast<const c10::TensorImpl*>(address), place.owner, place.reftype, with_gradient);
+    }
   }
+  Py_XDECREF(tensor);
   Py_XDECREF(table);
   Py_DECREF(module);
   PyErr_Clear();
   return address != 0;
 }
 
-inline PyObject* relabel(PyObject* object, PyObject*) {
+// Of the parameters' gradients too, if that is true: see is_lone_trainer.
+inline PyObject* relabel(PyObject* object, PyObject* with_gradients) {
+  const int looks = PyObject_IsTrue(with_gradients);
+  if (looks < 0) return nullptr;
   auto* self = reinterpret_cast<HeldTensors*>(object);
   std::vector<Held> all;
   all.reserve(self->places.size());
   for (const Place& place : self->places) {
     Held found;
-    if (find(place, self->tensor_type, &found)) all.push_back(found);
+    if (find(place, self->tensor_type, looks == 1, &found)) all.push_back(found);
   }
   relabel_held(all);
   Py_RETURN_NONE;
@@ -106,7 +111,7 @@ inline PyObject* make(PyObject*, PyObject* args) {
   return reinterpret_cast<PyObject*>(self);
 }
 
-inline PyMethodDef methods[] = {{"relabel", relabel, METH_NOARGS, nullptr}, {nullptr, nullptr, 0, nullptr}};
+inline PyMethodDef methods[] = {{"relabel", relabel, METH_O, nullptr}, {nullptr, nullptr, 0, nullptr}};
 
 inline bool ready() {
   type.tp_name = "torchmem_native.HeldTensors";

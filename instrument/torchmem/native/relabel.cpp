@@ -25,6 +25,14 @@ uint64_t address_of(const c10::TensorImpl* tensor) {
   }
 }
 
+// Of a sparse one (an embedding's), that of its values.
+uint64_t address_of_gradient(const at::Tensor& gradient) {
+  if (!gradient.defined()) return 0;
+  if (gradient.layout() != at::kSparse) return address_of(gradient.unsafeGetTensorImpl());
+  const at::Tensor values = gradient._values();
+  return address_of(values.unsafeGetTensorImpl());
+}
+
 // Addresses are gathered before the lock is taken: dropping the last reference to a tensor frees it, and that free
 // takes the lock.
 template <class Select>
@@ -64,9 +72,10 @@ bool relabel_tensor(const c10::TensorImpl* tensor, uint32_t owner, uint32_t reft
   return tap().ledger.relabel(address, owner, reftype);
 }
 
-Held held(const c10::TensorImpl* tensor, uint32_t owner, uint32_t reftype) {
-  const c10::TensorImpl* gradient = gradient_of(const_cast<c10::TensorImpl*>(tensor));
-  return {address_of(tensor), address_of(gradient), owner, reftype};
+Held held(const c10::TensorImpl* tensor, uint32_t owner, uint32_t reftype, bool with_gradient) {
+  uint64_t gradient = 0;
+  if (with_gradient) gradient = address_of_gradient(const_cast<c10::TensorImpl*>(tensor)->grad());
+  return {address_of(tensor), gradient, owner, reftype};
 }
 
 void relabel_held(const std::vector<Held>& all) {

@@ -51,6 +51,7 @@ struct ReleaseAtThreadExit {
     if (this_thread == nullptr) return;
     Guard guard;
     while (!this_thread->stack.empty()) tap().ledger.pop(this_thread->stack);
+    this_thread->trains = false;
     tap().free_contexts.push_back(this_thread);
     this_thread = nullptr;
   }
@@ -252,6 +253,7 @@ void reset(std::vector<uint32_t> parents) {
     context->last_node = NodeKey{};
     context->last_owner = kOutside;
     context->after_forward = false;
+    context->trains = false;
   }
 }
 
@@ -282,7 +284,9 @@ uint64_t epoch() {
 void enter_module(uint32_t owner, uint64_t epoch) {
   at_module(epoch, [owner](Context& c, int32_t task, uint64_t sequence) {
     Tap& t = tap();
-    if (owner == 1) t.phases |= c10::GradMode::is_enabled() ? kPhaseForward : kPhaseEval;
+    const bool with_gradients = c10::GradMode::is_enabled();
+    if (owner == 1) t.phases |= with_gradients ? kPhaseForward : kPhaseEval;
+    if (with_gradients && task == kNoTask) c.trains = true;
     t.ledger.settle(c.stack, task);
     t.ledger.push(c.stack, owner, FrameKind::kForward, 0, task);
     c.timeline.note(sequence, owner);
@@ -303,6 +307,16 @@ void leave_module(uint32_t owner, uint64_t epoch) {
     c.timeline.note(sequence, outer);
     if (outer == kOutside && task == kNoTask) c.after_forward = c10::GradMode::is_enabled();
   });
+}
+
+bool is_lone_trainer() {
+  const Context& c = context();
+  // A device's backward runs on a thread of autograd's, while the one that trains waits.
+  const bool is_autograds = !c.trains && autograd::get_current_graph_task_id() != kNoTask;
+  size_t num_others = 0;
+  Guard guard;
+  for (const auto& other : tap().contexts) num_others += other->trains && other.get() != &c;
+  return num_others <= (is_autograds ? 1 : 0);
 }
 
 size_t push_label(uint32_t owner, uint32_t reftype) {

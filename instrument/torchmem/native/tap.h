@@ -66,7 +66,7 @@ struct Held {
   uint32_t owner;
   uint32_t tensor_reftype;
 };
-Held held(const c10::TensorImpl* tensor, uint32_t owner, uint32_t reftype);
+Held held(const c10::TensorImpl* tensor, uint32_t owner, uint32_t reftype, bool with_gradient);
 // Relabels all of it; gradients that lie in a bucket of theirs stay the bucket's.
 void relabel_held(const std::vector<Held>& all);
 
@@ -85,6 +85,9 @@ bool relabel_tensor(const c10::TensorImpl* tensor, uint32_t owner, uint32_t reft
 uint64_t epoch();
 void enter_module(uint32_t owner, uint64_t epoch);
 void leave_module(uint32_t owner, uint64_t epoch);
+// Whether no other thread trains watched modules: only then may this one look at their gradients. Freeing a gradient
+// gives up the interpreter's lock, and a backward puts them in place without it.
+bool is_lone_trainer();
 // An explicit label for what this thread allocates until the stack is cut back to the depth returned.
 size_t push_label(uint32_t owner, uint32_t reftype);
 void cut_stack(size_t depth);

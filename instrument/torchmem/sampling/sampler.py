@@ -22,7 +22,6 @@ import logging
 import os
 import sys
 import threading
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
@@ -35,6 +34,7 @@ from torchmem.engine import addresses
 from torchmem.engine.dispatch import DispatchEngine
 from torchmem.engine.dispatch_context import graph_task
 from torchmem.engine.dispatch_mode import take_off_ended
+from torchmem.labelers.anchor import Anchor
 from torchmem.labelers.hooks import HookSet
 from torchmem.labelers.owners import OwnerTable
 from torchmem.ledger import NO_TASK
@@ -112,7 +112,7 @@ class StepSampler:
         self._every = every
         self._on_step = on_step
         self._before_forward = before_forward
-        self._anchor = None if optimizer is None else weakref.ref(optimizer)
+        self._anchor = Anchor(optimizer, self._trains_model)
         self._steps = Steps(self.hooks, optimizer, self._after_step)
         self._is_due = False
         self._num_forwards = 0
@@ -180,14 +180,13 @@ class StepSampler:
         return False
 
     def _after_step(self, optimizer: Optimizer) -> None:
-        if (self._anchor is None or self._anchor() is None) and self._trains_model(optimizer):
-            self._anchor = weakref.ref(optimizer)
-        if self._anchor is not None and self._anchor() is optimizer:
+        if self._anchor.ends(optimizer):
             self._on_step()
 
     def _trains_model(self, optimizer: Optimizer) -> bool:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        self.owners.refresh()
+        if self._anchor() is None:
+            self.owners.refresh()
         return any(self.owners.of_parameter(p) != OUTSIDE_OWNER for p in parameters)
 
     # -- samples
@@ -204,7 +203,7 @@ class StepSampler:
         counting = StepCounting(
             self._steps,
             self.owners.model,
-            None if self._anchor is None else self._anchor(),
+            self._anchor(),
             depth=self._depth,
             before_forward=self._before_sampled_forward,
             engine=engine,

@@ -133,12 +133,12 @@ def test_held_tensors_are_found_where_they_are_now(tap):
     model.weight = nn.Parameter(torch.empty(20, 10))
     model.weight.grad, model.bias.grad = torch.empty(20, 10), torch.empty(10)
     tap.relabel(model.bias.grad._cdata, 1, RefType.GRADIENT_BUCKET)
-    held.relabel()
+    held.relabel(tap.is_lone_trainer())
     assert label_of(tap, model.weight) == RefType.PARAMETER
     assert label_of(tap, model.weight.grad) == RefType.GRADIENT
     assert label_of(tap, model.bias.grad) == RefType.GRADIENT_BUCKET
     del model
-    held.relabel()
+    held.relabel(tap.is_lone_trainer())
 
 
 def test_a_bad_place_is_refused(tap):
