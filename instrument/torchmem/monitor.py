@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 from torchmem import config
 from torchmem.counting import Counting, check_arguments, claim, release, slot_lock
 from torchmem.errors import BuildError, InstallError, StoreError
+from torchmem.labelers.hooks import is_from_signal_handler
 from torchmem.model import REFTYPE_LABELS, Phase
 from torchmem.recorder import Step, device_books, held_forecast, identify, oom_events, ring_columns
 from torchmem.wire import record as wire
@@ -247,7 +248,9 @@ class Monitor:
             return
         try:
             self._end_step(time.perf_counter())
-        except Exception as error:  # noqa: BLE001  # nothing of ours may reach the training loop
+        except Exception as error:  # nothing of ours may reach the training loop
+            if is_from_signal_handler(error):
+                raise
             self._lose_engine(f"{type(error).__name__}: {error}")
 
     def _end_step(self, began: float, *, counts: bool = True) -> None:
@@ -294,7 +297,9 @@ class Monitor:
                 device_facts(device, end, lambda device=device: self._ooms()[0].get(device, 0))  # type: ignore[misc]  # a default binds it
                 for device, _, end, _, _ in rows
             ]
-        except Exception as error:  # noqa: BLE001  # a driver that will not answer costs its figures, not the books
+        except Exception as error:  # a driver that will not answer costs its figures, not the books
+            if is_from_signal_handler(error):
+                raise
             self._lose_engine(f"device statistics: {type(error).__name__}: {error}")
             self._facts = [DeviceFacts(name=device_name(device)) for device, *_ in rows]
 

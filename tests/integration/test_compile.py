@@ -16,7 +16,7 @@ import torch._dynamo
 import torch._functorch.config
 import torch._inductor.config
 from torch import nn
-from torch._dynamo import eval_frame, output_graph
+from torch._dynamo import convert_frame, eval_frame, functional_export, output_graph
 from torch._dynamo.utils import counters
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.optim import optimizer as optim
@@ -153,6 +153,55 @@ def test_a_reset_of_dynamo_changes_nothing(monitored):
         compiled.step(parts)
     assert dict(counters["frames"]) == {"total": 1, "ok": 1}
     assert not counters["graph_break"]
+
+
+def export_strictly(model, inputs):
+    return torch.export.export(model, (inputs,), strict=True).graph_module.code
+
+
+def export_loosely(model, inputs):
+    return torch.export.export(model, (inputs,), strict=False).graph_module.code
+
+
+def export_by_dynamo(model, inputs):
+    return torch._dynamo.export(model)(inputs).graph_module.code
+
+
+def capture(model, inputs):
+    return functional_export.dynamo_graph_capture_for_export(model)(inputs).code
+
+
+def compile_ahead(model, inputs):
+    def forward(x):
+        return model(x)
+
+    return torch.compile(forward, fullgraph=True).aot_compile(((inputs,), {}))(inputs).tolist()
+
+
+@pytest.mark.parametrize("make", [compiled.Stack, compiled.hooked_stack], ids=["plain", "hooks"])
+@pytest.mark.parametrize(
+    "export",
+    [
+        export_strictly,
+        export_loosely,
+        export_by_dynamo,
+        capture,
+        pytest.param(compile_ahead, marks=pytest.mark.slow),
+    ],
+)
+def test_exported_as_without_the_monitor(export, make, monitored):
+    """A job that exports its model while it is watched would fail on our wrapper, or find it in the graph."""
+    torch.manual_seed(0)
+    model, inputs = make(), torch.randn(BATCH, WIDTH)
+    torch._dynamo.reset()
+    bare = export(model, inputs)
+    torch._dynamo.reset()
+    with monitored(model, None) as monitor:
+        assert export(model, inputs) == bare
+        output = model(inputs)
+        monitor.step()
+        assert output.numel()
+        assert "blocks.1.up" in {name for name, reftype in made(monitor.snapshot()) if reftype == "activation"}
 
 
 @pytest.mark.parametrize("early", [True, False], ids=["before", "after"])
@@ -360,6 +409,8 @@ def test_close_gives_torch_its_functions_back(monitored):
             vars(output_graph.OutputGraph)["install_global_unsafe"],
             vars(optim.Optimizer)["_patch_step_function"],
             dict(vars(torch._dynamo.callback_handler)),
+            convert_frame.fullgraph_capture,
+            functional_export.fullgraph_capture,
             dict(optim._global_optimizer_pre_hooks),
             dict(optim._global_optimizer_post_hooks),
             globals_of_graphs(),
@@ -376,12 +427,13 @@ def test_close_gives_torch_its_functions_back(monitored):
 def test_graphs_compiled_meanwhile_are_given_back(monitored):
     """What was compiled under the monitor would call it for good."""
     case = Case("function")
-    parts = compiled.make(case)
+    parts, before = compiled.make(case), globals_of_graphs()
     with monitored(parts.model, parts.optimizer):
         compiled.compile_(case, parts)
         compiled.step(parts)
-    assert globals_of_graphs()
-    assert all("torchmem" not in graph.__code__.co_filename for graph in globals_of_graphs().values())
+    new = [graph for key, graph in globals_of_graphs().items() if key not in before]
+    assert new
+    assert all("torchmem" not in graph.__code__.co_filename for graph in new)
 
 
 def test_a_compiled_model_that_is_dropped_is_freed(monitored):

@@ -4,10 +4,11 @@ It is taken off the class while Dynamo traces, and Dynamo puts no guard on ``__c
 and recompiles are what they are without it.
 
 Private torch interfaces used, checked when it is put on: ``torch._dynamo.callback_handler.install_callbacks``,
-``torch._C._dynamo.eval_frame.set_code_exec_strategy``, ``OptimizedModule``.
+``torch._C._dynamo.eval_frame.set_code_exec_strategy``, ``OptimizedModule``. Used where it is there:
+``fullgraph_capture``, by which ``torch.export`` and ahead-of-time compilation trace.
 
 Invariants: two may lie on each other and be taken off newest first; once the hooks are closed no thread that still
-compiles puts the wrapper back.
+compiles puts the wrapper back; a signal handler may close the hooks anywhere in here.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from torch import nn
 from torchmem.labelers.hooks import GuardedHook, HookSet
 
 _NAME = "__call__"
+_CAPTURE = "fullgraph_capture"
 
 
 class CallPatch:
@@ -39,11 +41,12 @@ class CallPatch:
 
     def __init__(self, hooks: HookSet, make: Callable[[Callable[..., Any], type], Callable[..., Any]]) -> None:
         # Dynamo remembers the original from when it is imported; every optimizer imports it anyway.
+        from torch import _dynamo
         from torch._dynamo.callback import callback_handler
         from torch._dynamo.eval_frame import OptimizedModule
 
         self._hooks = hooks
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler that closes the hooks may interrupt whoever holds it
         self._num_hiding = 0
         self._is_on = True
         skip_in_dynamo(GuardedHook.__call__, recursive=True)
@@ -53,6 +56,9 @@ class CallPatch:
         skip_in_dynamo(self._call)
         # Only now: from here on another thread that compiles asks for all of the above.
         hooks.patch(callback_handler, "install_callbacks", self._hidden_while)
+        for module in (getattr(_dynamo, name, None) for name in ("convert_frame", "functional_export")):
+            if hasattr(module, _CAPTURE):  # the second has it from the first
+                hooks.patch(module, _CAPTURE, self._hidden_during)
         hooks.add(self)
         self._replace(self._original, self._call)
 
@@ -78,14 +84,26 @@ class CallPatch:
     def _hidden_while(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @contextlib.contextmanager
         def install_callbacks(*args: Any, **kwargs: Any) -> Iterator[None]:
-            self._hide()
-            try:
-                with original(*args, **kwargs):
-                    yield
-            finally:
-                self._show()
+            with self._hiding(), original(*args, **kwargs):
+                yield
 
         return install_callbacks
+
+    def _hidden_during(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def fullgraph_capture(*args: Any, **kwargs: Any) -> Any:
+            with self._hiding():
+                return original(*args, **kwargs)
+
+        return fullgraph_capture
+
+    @contextlib.contextmanager
+    def _hiding(self) -> Iterator[None]:
+        self._hide()
+        try:
+            yield
+        finally:
+            self._show()
 
     def _hide(self) -> None:
         with self._lock:
@@ -95,8 +113,13 @@ class CallPatch:
     def _show(self) -> None:
         with self._lock:
             self._num_hiding -= 1
-            if self._is_on and self._hooks.active and not self._num_hiding:
+            if self._is_wanted():
                 self._replace(self._original, self._call)
+            if not self._is_wanted():  # closed meanwhile, by a signal handler
+                self._replace(self._call, self._original)
+
+    def _is_wanted(self) -> bool:
+        return self._is_on and self._hooks.active and not self._num_hiding
 
     @staticmethod
     def _replace(old: Any, new: Any) -> None:

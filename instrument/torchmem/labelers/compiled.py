@@ -39,7 +39,7 @@ from torchmem.labelers import step_hooks
 from torchmem.labelers.call_patch import skip_in_dynamo
 from torchmem.labelers.compiled_steps import CompiledSteps, open_depth
 from torchmem.labelers.frames import Frame, ModuleFrames
-from torchmem.labelers.hooks import HookSet
+from torchmem.labelers.hooks import HookSet, is_from_signal_handler
 from torchmem.labelers.optimizer import OptimizerLabeler
 from torchmem.labelers.owners import ROOT_OWNER, OwnerTable, storages
 from torchmem.model import OUTSIDE_OWNER, RefType
@@ -113,7 +113,9 @@ class CompiledLabeler:
                 if caller.f_code.co_name == _COMPILED_CALL:
                     try:
                         (steps.leave if callback is None else steps.enter)(id(caller))
-                    except Exception as error:  # noqa: BLE001  # nothing of ours may reach the training loop
+                    except Exception as error:  # nothing of ours may reach the training loop
+                        if is_from_signal_handler(error):
+                            raise
                         hooks.fail(error)
             return original(callback)
 
@@ -165,7 +167,9 @@ class _Graphs:
             if self._hooks.active and name.startswith(_GRAPH_PREFIX):
                 try:
                     self._wrap(graph.global_scope, name)
-                except Exception as error:  # noqa: BLE001  # nothing of ours may reach the training loop
+                except Exception as error:  # nothing of ours may reach the training loop
+                    if is_from_signal_handler(error):
+                        raise
                     self._hooks.fail(error)
 
         return install_global_unsafe
@@ -207,7 +211,9 @@ class _Graphs:
         try:
             self._optimizers.drop_stale_labels()
             return bool(open_depth(self._native))
-        except Exception as error:  # noqa: BLE001  # nothing of ours may reach the training loop
+        except Exception as error:  # nothing of ours may reach the training loop
+            if is_from_signal_handler(error):
+                raise
             self._hooks.fail(error)
             return True
 
@@ -221,7 +227,9 @@ class _Graphs:
             if owner == OUTSIDE_OWNER:
                 return original
             frames = [self._frames.frame_of(one) for one in dict.fromkeys((ROOT_OWNER, owner))]
-        except Exception as error:  # noqa: BLE001  # as above
+        except Exception as error:  # as above
+            if is_from_signal_handler(error):
+                raise
             self._hooks.fail(error)
             return original
         return functools.partial(self._run_forward, original, frames)
@@ -255,7 +263,9 @@ class _Graphs:
     def _guard(self, function: Callable[[], None]) -> None:
         try:
             function()
-        except Exception as error:  # noqa: BLE001  # as above
+        except Exception as error:  # as above
+            if is_from_signal_handler(error):
+                raise
             self._hooks.fail(error)
 
     def _owner_of(self, tensors: dict[int, torch.Tensor]) -> int:

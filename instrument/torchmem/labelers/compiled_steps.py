@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim import Optimizer
 
-from torchmem.labelers.hooks import HookSet
+from torchmem.labelers.hooks import HookSet, is_from_signal_handler
 from torchmem.labelers.optimizer import OptimizerLabeler, num_running_steps
 from torchmem.model import OUTSIDE_OWNER, RefType
 
@@ -69,7 +69,9 @@ class CompiledSteps:
             original(optimizer)
             try:
                 self._known.add(optimizer)
-            except Exception as error:  # noqa: BLE001  # nothing of ours may reach the training loop
+            except Exception as error:  # nothing of ours may reach the training loop
+                if is_from_signal_handler(error):
+                    raise
                 self._hooks.fail(error)
 
         return _patch_step_function

@@ -2,15 +2,17 @@
 
 Invariants: after ``close`` each touched object is as it was before; a wrapped function always runs the original
 exactly once, with the original's result or exception, whatever the labeler does; the first failure of a labeler
-disables it for good and is kept for the record.
+disables it for good and is kept for the record; what the job's signal handlers raise inside a hook reaches the job.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
+import signal
 import sys
 import time
+import traceback
 import weakref
 from collections.abc import Callable
 from types import MethodType
@@ -33,7 +35,7 @@ class Removable(Protocol):
 
 
 class GuardedHook:
-    """A hook that never raises, returns None, and does nothing in a pickled model.
+    """A hook that raises nothing of ours, returns None, and does nothing in a pickled model.
 
     A model is pickled with its hooks, and must load where torchmem is not installed: there the hook is
     ``functools.partial(sys.audit, ...)``, which takes any arguments. A deep copy shares the hook.
@@ -51,7 +53,9 @@ class GuardedHook:
         began = time.perf_counter()
         try:
             self._function(*args, **kwargs)
-        except Exception as error:  # noqa: BLE001  # nothing of ours may reach the training loop
+        except Exception as error:  # nothing of ours may reach the training loop
+            if is_from_signal_handler(error):
+                raise
             if self._hooks.active:  # else another thread has closed it meanwhile: what it needs may be gone
                 self._hooks.fail(error)
         self._hooks.seconds += time.perf_counter() - began
@@ -83,6 +87,11 @@ class HookSet:
         self._disable: list[Callable[[], None]] = []
 
     @property
+    def closed(self) -> bool:
+        """True from when ``close`` begins."""
+        return self._closed
+
+    @property
     def active(self) -> bool:
         """False once the labeler failed or was closed."""
         return not self.failure and not self._closed
@@ -99,7 +108,7 @@ class HookSet:
             logger.warning("labeler %s is off: %s", self.labeler, self.failure)
 
     def guarded(self, function: Callable[..., None]) -> GuardedHook:
-        """The function as a hook that never raises and returns None."""
+        """The function as a hook that raises nothing of ours and returns None."""
         return GuardedHook(self, function)
 
     def patch(self, owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
@@ -200,6 +209,19 @@ class _Own:
         bound = self._bound()
         if bound is not None and hasattr(bound.__func__, "disable"):
             bound.__func__.disable()
+
+
+def is_from_signal_handler(error: BaseException) -> bool:
+    """Whether a handler that is installed now raised it: it is the job's, wherever the signal came."""
+    handlers = [_code_of(signal.getsignal(number)) for number in signal.valid_signals()]
+    return any(frame.f_code in handlers for frame, _ in traceback.walk_tb(error.__traceback__))
+
+
+def _code_of(function: Any) -> Any:
+    """The code of a function or method, also where some of its arguments are fixed; None where it has none."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return getattr(function, "__code__", None)  # a method gives its function's
 
 
 def _nothing() -> None:

@@ -22,7 +22,7 @@ import torch
 from torch.optim import Optimizer
 
 from torchmem.labelers.anchor import Anchor
-from torchmem.labelers.hooks import HookSet
+from torchmem.labelers.hooks import HookSet, is_from_signal_handler
 from torchmem.labelers.owners import OwnerTable, disown, storages, tensors_in
 from torchmem.labelers.step_hooks import StepHooks
 from torchmem.model import OUTSIDE_OWNER, RefType
@@ -93,7 +93,9 @@ class OptimizerLabeler:
             self.label_held()
             for optimizer in list(self._seen):
                 self._label_state(optimizer)
-        except Exception as error:  # noqa: BLE001  # nothing of ours may reach the training loop
+        except Exception as error:  # nothing of ours may reach the training loop
+            if is_from_signal_handler(error):
+                raise
             self.hooks.fail(error)
 
     @property

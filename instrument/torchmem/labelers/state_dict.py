@@ -38,7 +38,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from torchmem.labelers.hooks import HookSet
+from torchmem.labelers.hooks import HookSet, is_from_signal_handler
 from torchmem.model import Operation
 
 logger = logging.getLogger("torchmem")
@@ -162,7 +162,9 @@ class StateDictLabeler:
             if self.running:
                 return False
             self._thread.depth = self._native.push_checkpoint(operation)
-        except Exception as error:  # noqa: BLE001  # nothing of ours may reach the caller
+        except Exception as error:  # nothing of ours may reach the caller
+            if is_from_signal_handler(error):
+                raise
             self.hooks.fail(error)
             return False
         finally:
@@ -175,7 +177,9 @@ class StateDictLabeler:
         try:
             if depth is not None:  # a forward meanwhile may have cut it
                 self._native.cut_stack(depth)
-        except Exception as error:  # noqa: BLE001  # as above
+        except Exception as error:  # as above
+            if is_from_signal_handler(error):
+                raise
             self.hooks.fail(error)
         self.hooks.seconds += time.perf_counter() - began
 

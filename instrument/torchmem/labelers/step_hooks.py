@@ -7,7 +7,7 @@ Private torch interfaces used, checked when they are hidden: ``torch.optim.optim
 ``_global_optimizer_post_hooks``.
 
 Invariants: no table changes its size when hooks are hidden or shown; threads that hide them at the same time may end in
-any order; after ``restore`` torch has its own tables back.
+any order; after ``restore`` torch has its own tables back; a signal handler may close the hooks anywhere in here.
 
 Limits: a global hook that somebody registers while ours are hidden stays when its handle is removed later. Putting the
 hooks on and taking them off goes through torch, which changes its tables: where another thread is just then inside a
@@ -47,7 +47,8 @@ class StepHooks:
     """
 
     def __init__(self, hooks: HookSet, before: Callable[..., None], after: Callable[..., None]) -> None:
-        self._lock = threading.Lock()
+        self._hooks = hooks
+        self._lock = threading.RLock()  # a signal handler that closes the hooks may interrupt whoever holds it
         self._num_hiding = 0
         self._hidden: list[_Hidden] = []
         self._keys: list[int] = []
@@ -66,12 +67,13 @@ class StepHooks:
             self._num_hiding += 1
             if self._num_hiding > 1:
                 return
-            for name, key in zip(TABLES, self._keys, strict=True):
-                table = getattr(torch_optimizer, name)
-                copy = table.copy()
-                copy.pop(key, None)
-                self._hidden.append(_Hidden(name, table, copy, frozenset(copy)))
-                setattr(torch_optimizer, name, copy)
+            hidden = [_without(key, name) for name, key in zip(TABLES, self._keys, strict=True)]
+            self._hidden = hidden
+            for one in hidden:
+                setattr(torch_optimizer, one.name, one.copy)
+            if self._hooks.closed:  # meanwhile, by a signal handler, which found some of them only
+                self._hidden = hidden
+                self.restore()
 
     def show(self) -> None:
         """Ends one ``hide``."""
@@ -85,10 +87,18 @@ class StepHooks:
         """Shows the hooks whoever hides them."""
         with self._lock:
             self._num_hiding = 0
-            while self._hidden:
-                hidden = self._hidden.pop()
+            for hidden in self._hidden:
                 for key, hook in list(hidden.copy.items()):
                     if key not in hidden.keys:  # registered meanwhile
                         hidden.table[key] = hook
                 if getattr(torch_optimizer, hidden.name) is hidden.copy:
                     setattr(torch_optimizer, hidden.name, hidden.table)
+            self._hidden = []  # only now: whatever interrupts this can do it over
+
+
+def _without(key: int, name: str) -> _Hidden:
+    """The table of that name, and a copy that has no such hook."""
+    table = getattr(torch_optimizer, name)
+    copy = table.copy()
+    copy.pop(key, None)
+    return _Hidden(name, table, copy, frozenset(copy))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import gc
+import signal
 import weakref
 
 import pytest
@@ -213,3 +215,57 @@ def test_a_hook_that_fails_because_it_was_closed_is_silent(hooks, caplog):
     hooks.guarded(close_and_fail)()
     assert not hooks.failure
     assert caplog.records == []
+
+
+class TimeIsUp(Exception):  # noqa: N818
+    """What the job's alarm raises."""
+
+
+class Job:
+    def raise_it(self, *_):
+        raise TimeIsUp("theirs")
+
+    def on_alarm(self, *args):
+        self.raise_it(*args)
+
+
+def on_alarm(*_):
+    raise TimeIsUp("theirs")
+
+
+@pytest.fixture
+def install():
+    """Installs a handler for SIGALRM until the test is over."""
+    before = signal.getsignal(signal.SIGALRM)
+    yield functools.partial(signal.signal, signal.SIGALRM)
+    signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.parametrize(
+    "handler",
+    [
+        on_alarm,
+        Job().on_alarm,
+        functools.partial(on_alarm, 1),
+        functools.partial(functools.partial(Job().on_alarm, 1), 2),
+    ],
+    ids=["function", "method", "partial", "partial of a method"],
+)
+def test_what_a_signal_handler_raises_inside_a_hook_reaches_the_job(hooks, install, handler):
+    """A job's own time limit would be swallowed when it fires inside one of our hooks, and cost us the labeler."""
+    install(handler)
+    with pytest.raises(TimeIsUp, match="theirs"):
+        hooks.guarded(lambda: signal.raise_signal(signal.SIGALRM))()
+    assert hooks.active
+
+
+@pytest.mark.parametrize("handler", [on_alarm, signal.SIG_IGN, print], ids=["function", "constant", "builtin"])
+def test_a_hook_that_fails_under_a_signal_handler_fails_alone(hooks, install, handler):
+    """In a job that has signal handlers every failure of ours would reach the training loop."""
+
+    def fail():
+        raise ValueError("ours")
+
+    install(handler)
+    hooks.guarded(fail)()
+    assert hooks.failure == "ValueError: ours"

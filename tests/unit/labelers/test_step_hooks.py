@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch.optim import optimizer as optim
 
+from interrupts import at_every_point
+from torchmem.labelers import step_hooks as module
 from torchmem.labelers.hooks import HookSet
 from torchmem.labelers.step_hooks import TABLES, StepHooks
 
@@ -126,3 +128,17 @@ def test_closing_while_hidden(hooks, steps, step_hooks):
     step_hooks.show()
     sgd().step()
     assert steps == []
+
+
+@pytest.mark.timeout(60)
+def test_a_signal_handler_may_close_anywhere():
+    """A job that closes the monitor on SIGTERM would hang, or leave torch with tables of ours."""
+    before = [(id(table), dict(table)) for table in tables()]
+    for at_point in at_every_point(module.__file__):
+        hooks = HookSet("test")
+        step_hooks = StepHooks(hooks, lambda *_: None, lambda *_: None)
+        with at_point(hooks.close):
+            step_hooks.hide()
+            step_hooks.show()
+        hooks.close()
+        assert [(id(table), dict(table)) for table in tables()] == before
