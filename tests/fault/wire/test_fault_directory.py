@@ -31,10 +31,22 @@ def test_file_in_place_of_the_job_folder_is_refused_with_the_fix(tmp_path):
         RankStore(tmp_path, "train", 0)
 
 
-def test_directory_deleted_under_a_live_writer_is_counted(tmp_path):
-    """Cleaning up /dev/shm would kill every job of the host, or pass unnoticed."""
+def test_directory_deleted_under_a_live_writer_is_made_anew(tmp_path):
+    """Cleaning up /dev/shm would kill every job of the host, or hide it for the rest of its life."""
     store = RankStore(tmp_path / "records", "train", 0)
     shutil.rmtree(tmp_path / "records")
+    publisher = Publisher(store, lambda _final: b"record", 3600.0)
+    publisher.start()
+    publisher.close()
+    assert [publisher.num_written, publisher.num_failed] == [2, 0]
+    assert (tmp_path / "records" / "train" / "rank-0.record").read_bytes() == b"record"
+
+
+def test_directory_that_cannot_be_made_anew_is_counted(tmp_path):
+    """A job whose records are lost would pass unnoticed."""
+    store = RankStore(tmp_path / "records", "train", 0)
+    shutil.rmtree(tmp_path / "records")
+    (tmp_path / "records").write_bytes(b"in the way")
     publisher = Publisher(store, lambda _final: b"record", 3600.0)
     publisher.start()
     publisher.close()
