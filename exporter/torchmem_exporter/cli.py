@@ -15,7 +15,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -40,6 +40,7 @@ from torchmem_exporter.otlp.config import Protocol, from_environ
 if TYPE_CHECKING:
     from torchmem_exporter.exposition import Exposition
     from torchmem_exporter.serving.server import Server
+    from torchmem_exporter.watcher import Watcher
 
 _END_SIGNALS = frozenset({signal.SIGTERM, signal.SIGINT})
 _THREADS_SECONDS = 0.2
@@ -149,8 +150,8 @@ def run(config: ValidatedConfig) -> None:
         server = Server(Routes(exposition), guard, config.host, config.port)
         exposition.parts.append(lambda: own.of_server(server.counts, guard))
         configure(config.log_format, config.log_level)
-        with _watching(exposition), _pushing(config, exposition):
-            asyncio.run(_live(server, config))
+        with _watching(exposition) as watcher, _pushing(config, exposition):
+            asyncio.run(_live(server, config, watcher.start))
 
 
 def _share_memory_between_threads() -> None:
@@ -163,14 +164,13 @@ def _share_memory_between_threads() -> None:
 
 
 @contextlib.contextmanager
-def _watching(exposition: Exposition) -> Iterator[None]:
-    """Judges the ranks meanwhile, also when nobody scrapes."""
+def _watching(exposition: Exposition) -> Iterator[Watcher]:
+    """What judges the ranks meanwhile, also when nobody scrapes, once it is started."""
     from torchmem_exporter.watcher import Watcher
 
     watcher = Watcher(exposition)
-    watcher.start()
     try:
-        yield
+        yield watcher
     finally:
         watcher.close(_LAST_LOOK_SECONDS)
 
@@ -203,8 +203,14 @@ def _missing(error: ModuleNotFoundError) -> ConfigError:
     return ConfigError(f"{error.name} is not installed: pip install 'torchmem[exporter]'")
 
 
-async def _live(server: Server, config: ValidatedConfig) -> None:
-    """The life of the process, from its socket to the end of its last request."""
+async def _live(server: Server, config: ValidatedConfig, watch: Callable[[], None]) -> None:
+    """The life of the process, from its socket to the end of its last request.
+
+    Args:
+        server: what is served.
+        config: the settings.
+        watch: called once it has been said where that is, so that this is the first line of the log.
+    """
     notifier, stop = Notifier(), asyncio.Event()
     loop = asyncio.get_running_loop()
 
@@ -225,6 +231,7 @@ async def _live(server: Server, config: ValidatedConfig) -> None:
     # What follows a question mark may be a secret.
     pushing = {"pushing_to": config.push.endpoint.partition("?")[0]} if config.push else {}
     log(logger, logging.INFO, message, version=__version__, **pushing)
+    watch()
     notifier.tell(READY)
     try:
         await serving

@@ -44,7 +44,8 @@ class Watcher:
     def close(self, timeout: float) -> None:
         """Looks once more and ends the thread, within so many seconds."""
         self._closing.set()
-        self._thread.join(timeout)
+        if self._thread.ident:  # else it was never started
+            self._thread.join(timeout)
 
     def _run(self) -> None:
         self._look(is_last=False)  # judging all that the records hold takes a while, which nobody should have to wait
