@@ -294,8 +294,9 @@ class Drift(msgspec.Struct, kw_only=True):
 
     @property
     def highest_bytes(self) -> float:
-        """Highest step peak of the last blocks of ordinary steps."""
-        return max([*self.highest, *(sample.peak for sample in self.block.samples)], default=0.0)
+        """Highest step peak of the last blocks of ordinary steps; of those that were learned of while there are none."""
+        learned = 0.0 if self.level is None else self.level.highest_bytes
+        return max([*self.highest, *(sample.peak for sample in self.block.samples)], default=learned)
 
     def is_ordinary(self, total_bytes: int) -> bool:
         """Whether a step peak of this height may have been that of an ordinary step, and not of one set apart."""

@@ -126,6 +126,16 @@ def test_a_flat_job_is_left_alone(state):
     assert found.growers == ()
 
 
+def test_what_is_usual_is_seen_as_soon_as_the_baseline_is_known(state):
+    """Of a job that goes wrong the moment after, nobody would be told who grew."""
+    judge, job = Judge(state), Job()
+    found = verdict(judge, job.run(1))
+    while found.judgement.baseline_bytes is None:
+        assert found.growers is None
+        found = verdict(judge, job.run(1))
+    assert found.growers == ()
+
+
 def test_who_grew_is_unknown_where_nothing_usual_was_seen(state):
     """A sidecar that comes to a job that has leaked for long would say that nobody has grown."""
     found = verdict(Judge(state), Job(leak_from=300, leak_bytes=MIB).run(RING))
