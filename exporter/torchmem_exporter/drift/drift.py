@@ -294,7 +294,7 @@ class Drift(msgspec.Struct, kw_only=True):
 
     @property
     def highest_bytes(self) -> float:
-        """Highest step peak of the last blocks of ordinary steps; of those that were learned of while there are none."""
+        """Highest step peak of the last blocks of ordinary steps; before there are any, of those learned of."""
         learned = 0.0 if self.level is None else self.level.highest_bytes
         return max([*self.highest, *(sample.peak for sample in self.block.samples)], default=learned)
 
