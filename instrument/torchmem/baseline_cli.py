@@ -21,7 +21,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torchmem.command_line import complain, print_drawn, print_json, print_line, records_dir
+from torchmem.command_line import add_directory, complain, print_drawn, print_json, print_line, records_dir
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -47,9 +47,9 @@ def add_parser(commands: Any) -> None:
     help_text = "write what is usual of a job's ranks to a file"
     save = actions.add_parser("save", help=help_text, description=f"{help_text.capitalize()}.")
     save.add_argument("name", metavar="NAME", help="what to call it")
-    help_text = "directory of the records, or a job's folder in it (default: TORCHMEM_DIR, else where jobs write)"
-    directory = save.add_argument("directory", metavar="[DIR]", type=Path, help=help_text)
-    directory.required = False  # with nargs="?" argparse would take it as left out where an option follows NAME
+    directory = add_directory(save)
+    # With nargs="?" argparse would take it as left out where an option follows NAME.
+    directory.nargs, directory.required, directory.metavar = None, False, "[DIR]"
     save.add_argument("--job", metavar="J", help="only this training job")
     save.add_argument("--output", metavar="FILE", type=Path, help="where to (default: NAME.baseline.json, here)")
     help_text = "show a file of baselines"

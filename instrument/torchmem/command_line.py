@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 
-def add_directory(parser: argparse.ArgumentParser) -> None:
+def add_directory(parser: argparse.ArgumentParser) -> argparse.Action:
     """Adds the directory of the records, for ``records_dir``."""
-    parser.add_argument(
+    return parser.add_argument(
         "directory",
         metavar="DIR",
         nargs="?",

@@ -35,6 +35,9 @@ _holder: tuple[int, Any, str] | None = None
 _attached: Counting | None = None
 """The one that has labelers on a model in this process; in a forked child at first its parent's."""
 
+MAX_FORWARDS_IN_STEP = 1000
+"""At so many it is said that no step ends."""
+
 
 def claim(holder: object, fix: str) -> None:
     """Takes the process's one place to count.

@@ -24,7 +24,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from torchmem import config
-from torchmem.counting import Counting, check_arguments, claim, release, slot_lock
+from torchmem.counting import MAX_FORWARDS_IN_STEP, Counting, check_arguments, claim, release, slot_lock
 from torchmem.errors import BuildError, InstallError, StoreError
 from torchmem.labelers.hooks import is_from_signal_handler
 from torchmem.model import REFTYPE_LABELS, Phase
@@ -43,9 +43,10 @@ if TYPE_CHECKING:
 
 RING_STEPS = 512
 FACTS_INTERVAL_SECONDS = 1.0
-MAX_FORWARDS_IN_STEP = 1000
 MAX_INPUT_SIZE = (1 << 63) - 1
-NO_STEP = "no step has ended in 1000 forwards: pass the optimizer to install(), or call monitor.step()"
+NO_STEP = (
+    f"no step has ended in {MAX_FORWARDS_IN_STEP} forwards: pass the optimizer to install(), or call monitor.step()"
+)
 
 logger = logging.getLogger("torchmem")
 

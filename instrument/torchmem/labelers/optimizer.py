@@ -61,7 +61,7 @@ class OptimizerLabeler:
         self.hooks = HookSet(self.name)
         self._native = native
         self._owners = owners
-        self._anchor = Anchor(optimizer, self._trains_model)
+        self._anchor = Anchor(optimizer, owners.trained_by)
         self.label_held = label_held
         self._find_anew = find_anew
         self._on_step = on_step
@@ -158,9 +158,6 @@ class OptimizerLabeler:
             self._is_fresh = False
             self._on_step()
 
-    def _trains_model(self, optimizer: Optimizer) -> bool:
-        return any(self._owners.of_parameter(p) != OUTSIDE_OWNER for p in _parameters(optimizer))
-
     def _follow_model(self, optimizer: Optimizer) -> bool:
         """Finds what the model has got since, at most once a step: optimizers may be made by the thousand.
 
@@ -172,7 +169,7 @@ class OptimizerLabeler:
             return is_known
         self._is_fresh = self._has_followed = True
         self._owners.refresh()
-        if self._anchor() is optimizer or self._trains_model(optimizer):
+        if self._anchor() is optimizer or self._owners.trained_by(optimizer):
             self._find_anew()
         return True
 

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from torchmem.model import OUTSIDE, OUTSIDE_OWNER, ROOT
@@ -122,6 +123,11 @@ class OwnerTable:
         table = module._parameters  # noqa: SLF001  # getattr would run a module's own __getattr__
         is_there = place.name in table and table[place.name] is parameter  # TorchScript's table has no get()
         return place.owner if is_there else OUTSIDE_OWNER
+
+    def trained_by(self, optimizer: Optimizer) -> bool:
+        """Whether any of its parameters is the model's."""
+        parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        return any(self.of_parameter(parameter) != OUTSIDE_OWNER for parameter in parameters)
 
     def refresh(self) -> None:
         """Finds the parameters again: some may have been replaced or added."""

@@ -63,6 +63,15 @@ struct Context {
     return checkpoint != 0;
   }
   uint32_t num_events = 0;
+
+  // Whose nodes these were, and who trained, is no more known.
+  void forget() {
+    timeline.clear();
+    last_node = NodeKey{};
+    last_owner = kOutside;
+    after_forward = false;
+    trains = false;
+  }
 };
 
 using Clock = std::chrono::steady_clock;

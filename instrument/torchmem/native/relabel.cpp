@@ -10,14 +10,9 @@ namespace {
 constexpr uint32_t kGradient = 3;
 constexpr uint32_t kGradientBucket = 13;
 
-const c10::TensorImpl* gradient_of(c10::TensorImpl* tensor) {
-  const at::Tensor& gradient = tensor->grad();
-  return gradient.defined() ? gradient.unsafeGetTensorImpl() : nullptr;
-}
-
 // 0 where there is no memory, or none to be read: CUDA graphs poison what a replay has overwritten.
 uint64_t address_of(const c10::TensorImpl* tensor) {
-  if (tensor == nullptr || !tensor->has_storage()) return 0;
+  if (!tensor->has_storage()) return 0;
   try {
     return reinterpret_cast<uint64_t>(tensor->unsafe_storage().unsafeGetStorageImpl()->data());
   } catch (const std::exception&) {
@@ -25,8 +20,9 @@ uint64_t address_of(const c10::TensorImpl* tensor) {
   }
 }
 
-// Of a sparse one (an embedding's), that of its values.
-uint64_t address_of_gradient(const at::Tensor& gradient) {
+// 0 where there is none; of a sparse one (an embedding's), that of its values.
+uint64_t address_of_gradient(const c10::TensorImpl* tensor) {
+  const at::Tensor& gradient = const_cast<c10::TensorImpl*>(tensor)->grad();
   if (!gradient.defined()) return 0;
   if (gradient.layout() != at::kSparse) return address_of(gradient.unsafeGetTensorImpl());
   const at::Tensor values = gradient._values();
@@ -35,13 +31,12 @@ uint64_t address_of_gradient(const at::Tensor& gradient) {
 
 // Addresses are gathered before the lock is taken: dropping the last reference to a tensor frees it, and that free
 // takes the lock.
-template <class Select>
-size_t relabel_all(const OwnedTensors& tensors, uint32_t reftype, Select select) {
+size_t relabel_all(const OwnedTensors& tensors, uint32_t reftype, uint64_t (*address_of)(const c10::TensorImpl*)) {
   thread_local std::vector<std::pair<uint64_t, uint32_t>> found;
   found.clear();
   for (const auto& [weak, owner] : tensors) {
     if (auto tensor = weak.lock()) {
-      if (const uint64_t address = address_of(select(tensor.get()))) found.emplace_back(address, owner);
+      if (const uint64_t address = address_of(tensor.get())) found.emplace_back(address, owner);
     }
   }
   Context& c = context();
@@ -55,11 +50,11 @@ size_t relabel_all(const OwnedTensors& tensors, uint32_t reftype, Select select)
 }  // namespace
 
 size_t relabel_tensors(const OwnedTensors& tensors, uint32_t reftype) {
-  return relabel_all(tensors, reftype, [](c10::TensorImpl* tensor) -> const c10::TensorImpl* { return tensor; });
+  return relabel_all(tensors, reftype, &address_of);
 }
 
 size_t relabel_gradients(const OwnedTensors& tensors, uint32_t reftype) {
-  return relabel_all(tensors, reftype, &gradient_of);
+  return relabel_all(tensors, reftype, &address_of_gradient);
 }
 
 bool relabel_tensor(const c10::TensorImpl* tensor, uint32_t owner, uint32_t reftype) {
@@ -73,9 +68,7 @@ bool relabel_tensor(const c10::TensorImpl* tensor, uint32_t owner, uint32_t reft
 }
 
 Held held(const c10::TensorImpl* tensor, uint32_t owner, uint32_t reftype, bool with_gradient) {
-  uint64_t gradient = 0;
-  if (with_gradient) gradient = address_of_gradient(const_cast<c10::TensorImpl*>(tensor)->grad());
-  return {address_of(tensor), gradient, owner, reftype};
+  return {address_of(tensor), with_gradient ? address_of_gradient(tensor) : 0, owner, reftype};
 }
 
 void relabel_held(const std::vector<Held>& all) {

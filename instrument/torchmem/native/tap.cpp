@@ -28,11 +28,8 @@ Context* claim_context() {
   if (t.contexts.size() >= kMaxContexts && !t.free_contexts.empty()) {
     context = t.free_contexts.front();  // the one freed longest ago: backward may still ask for a recent one
     t.free_contexts.pop_front();
-    context->timeline.clear();
+    context->forget();
     context->stack.clear();
-    context->last_node = NodeKey{};
-    context->last_owner = kOutside;
-    context->after_forward = false;
     context->checkpoint = 0;
   } else {
     t.contexts.push_back(std::make_unique<Context>());
@@ -248,13 +245,7 @@ void reset(std::vector<uint32_t> parents) {
   t.num_labels = 0;
   t.label_nanoseconds = 0;
   t.phases = 0;
-  for (auto& context : t.contexts) {
-    context->timeline.clear();
-    context->last_node = NodeKey{};
-    context->last_owner = kOutside;
-    context->after_forward = false;
-    context->trains = false;
-  }
+  for (auto& context : t.contexts) context->forget();
 }
 
 void set_gate(bool open) { tap().open.store(open); }

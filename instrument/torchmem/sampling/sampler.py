@@ -30,6 +30,7 @@ import torch
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from torchmem.counting import MAX_FORWARDS_IN_STEP
 from torchmem.engine import addresses
 from torchmem.engine.dispatch import DispatchEngine
 from torchmem.engine.dispatch_context import graph_task
@@ -38,7 +39,6 @@ from torchmem.labelers.anchor import Anchor
 from torchmem.labelers.hooks import HookSet
 from torchmem.labelers.owners import OwnerTable
 from torchmem.ledger import NO_TASK
-from torchmem.model import OUTSIDE_OWNER
 from torchmem.sampling.books import Sample, SampledBooks
 from torchmem.sampling.steps import StepCounting, Steps
 from torchmem.sampling.times import StepTimes
@@ -49,8 +49,6 @@ if TYPE_CHECKING:
 _FIRST = 2
 """The first step makes the optimizer's state, and is like no other."""
 
-MAX_FORWARDS = 1000
-"""The monitor's ``MAX_FORWARDS_IN_STEP``, at which it says that no step ends."""
 
 logger = logging.getLogger("torchmem")
 
@@ -184,10 +182,9 @@ class StepSampler:
             self._on_step()
 
     def _trains_model(self, optimizer: Optimizer) -> bool:
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
         if self._anchor() is None:
             self.owners.refresh()
-        return any(self.owners.of_parameter(p) != OUTSIDE_OWNER for p in parameters)
+        return self.owners.trained_by(optimizer)
 
     # -- samples
 
@@ -236,8 +233,8 @@ class StepSampler:
     def _before_sampled_forward(self, num_elements: int) -> None:
         self._before_forward(num_elements)
         self._num_forwards += 1
-        if self._num_forwards == MAX_FORWARDS:
-            self._give_up(f"no step has ended in {MAX_FORWARDS} forwards since a sample began")
+        if self._num_forwards == MAX_FORWARDS_IN_STEP:
+            self._give_up(f"no step has ended in {MAX_FORWARDS_IN_STEP} forwards since a sample began")
 
     def _give_up(self, reason: str) -> None:
         """Ends a running sample without a result; there will be others."""

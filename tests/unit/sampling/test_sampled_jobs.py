@@ -179,7 +179,7 @@ def test_a_step_that_only_makes_state_is_none(job):
 
 def test_a_sample_whose_step_never_ends_is_dropped(job, monkeypatch):
     """A job that goes on with another optimizer would be sampled for ever, ever slower and larger."""
-    monkeypatch.setattr(sampling, "MAX_FORWARDS", 5)
+    monkeypatch.setattr(sampling, "MAX_FORWARDS_IN_STEP", 5)
     call = nn.Module.__call__
     job.step()
     assert nn.Module.__call__ is not call
@@ -198,7 +198,7 @@ def test_a_sample_whose_step_never_ends_is_dropped(job, monkeypatch):
 
 def test_the_mark_is_the_monitors():
     """A sample would be dropped before, or long after, the monitor says that no step ends."""
-    assert sampling.MAX_FORWARDS == monitor.MAX_FORWARDS_IN_STEP
+    assert sampling.MAX_FORWARDS_IN_STEP == monitor.MAX_FORWARDS_IN_STEP
 
 
 def test_a_step_that_a_signals_handler_ends(job, monkeypatch):
