@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 STALL_SECONDS = 300.0
 SHOW_SECONDS = 30.0
+FIRST_SCRAPE_SECONDS = 0.1
+"""Between scrapes until one has found rank 0: a training of two steps is over before a second has passed."""
 STEP = re.compile(r"step (\d+)/\d+ loss (\S+)")
 
 
@@ -36,7 +38,9 @@ class Demo:
         self._num_steps = num_steps
         self._num_ranks = num_ranks
         self._metrics = ""
-        """The last scrape that found rank 0 running."""
+        """The last scrape that found rank 0's memory, while it ran if any did."""
+        self._has_ended = False
+        """Whether a scrape has found rank 0 at its end."""
 
     def run(self) -> None:
         """From nothing to the last table.
@@ -98,9 +102,9 @@ class Demo:
         while not is_finished:
             self._supervisor.tick()
             is_finished = all(rank.is_finished for rank in ranks)
-            if time.monotonic() >= next_scrape:
+            if time.monotonic() >= next_scrape or is_finished:
                 self._scrape(sidecar)
-                next_scrape = time.monotonic() + SCRAPE_SECONDS
+                next_scrape = time.monotonic() + (SCRAPE_SECONDS if self._metrics else FIRST_SCRAPE_SECONDS)
             peak_bytes = report.rank_peak_bytes(self._metrics)
             for remarks, step, loss in log.steps():
                 for remark in remarks:
@@ -111,15 +115,21 @@ class Demo:
                 raise DemoError(f"no step within {STALL_SECONDS:.0f} s after step {step}")
 
     def _scrape(self, sidecar: Sidecar) -> None:
-        """Keeps the metrics while rank 0 runs; a finished rank's series end."""
-        metrics = sidecar.scrape()
-        if metrics is not None and report.rank_is_up(metrics):
+        """Keeps what shows rank 0's memory, rather while it runs than at its end.
+
+        Its end is shown twice in all, so that one is left for Prometheus, which reads the same address.
+        """
+        metrics = None if self._has_ended else sidecar.scrape()
+        if metrics is None or not report.has_memory(metrics):
+            return
+        self._has_ended = not report.is_up(metrics)
+        if not (self._metrics and self._has_ended):
             self._metrics = metrics
 
     def _report(self, prometheus: Prometheus | None) -> None:
         if not self._metrics:
             raise DemoError("the sidecar never showed rank 0's memory")
-        say("\nFrom /metrics, rank 0 shortly before its end:\n" + report.excerpt(self._metrics))
+        say("\nFrom /metrics, rank 0 as it was last seen:\n" + report.excerpt(self._metrics))
         if prometheus is not None:
             say(
                 "\nFrom Prometheus, who held most of rank 0, in bytes:\n" + report.holders(self._supervisor, prometheus)

@@ -50,9 +50,14 @@ def excerpt(metrics: str) -> str:
     return "\n".join(chosen)
 
 
-def rank_is_up(metrics: str) -> bool:
-    """Whether rank 0 runs and has published its books."""
-    return any(value == 1 for _, value in samples(metrics, "torchmem_rank_up")) and any(samples(metrics, HOLDERS))
+def has_memory(metrics: str) -> bool:
+    """Whether rank 0 has published its books."""
+    return any(samples(metrics, HOLDERS))
+
+
+def is_up(metrics: str) -> bool:
+    """Whether rank 0 runs."""
+    return any(value == 1 for _, value in samples(metrics, "torchmem_rank_up"))
 
 
 def rank_peak_bytes(metrics: str) -> float | None:

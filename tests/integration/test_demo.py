@@ -148,6 +148,14 @@ def test_shows_real_metrics_and_ends(start):
     assert not demo.folder().exists()
 
 
+def test_shows_a_training_of_one_step(start):
+    """A training that is over before the first second has passed would be missed by the demo or by Prometheus."""
+    demo = start(1)
+    assert demo.status() == 0, demo.text()
+    assert re.search(r"^torchmem_module_memory_step_peak_bytes\{.*} \d", demo.text(), re.MULTILINE)
+    demo.assert_gone()
+
+
 def test_asks_a_real_prometheus(start, prometheus):
     """The demo's query would not match the metrics that a real Prometheus has scraped."""
     demo = start(8)
