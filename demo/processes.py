@@ -5,8 +5,8 @@ that no child is started and then forgotten; each child leads a session of its o
 the demo alone and everything a child has started (a compiler, say) ends with it; no child outlives the demo even if
 that is killed with SIGKILL (Linux); after ``stop`` none is left.
 
-Known limits: a port is found free a moment before its server binds it, so another program can take it in between; the
-demo then ends with that server's own message.
+Known limits: a port is found free a while before its server binds it, so a program that wants this very one can take it
+in between; the demo then ends with that server's own message.
 """
 
 from __future__ import annotations
@@ -15,16 +15,17 @@ import contextlib
 import ctypes
 import functools
 import os
+import random
 import signal
 import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-    from pathlib import Path
     from types import FrameType
 
 TICK_SECONDS = 0.1
@@ -32,6 +33,8 @@ GRACE_SECONDS = 5.0
 NUM_LAST_LINES = 15
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 LOOPBACK = "127.0.0.1"
+LEAST_PORT = 20_000
+NUM_TRIES = 100
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None)
 
@@ -140,9 +143,10 @@ class Supervisor:
         """
         if self._signum is not None:
             raise InterruptedDemoError(self._signum)
-        dead = [child for child in self._children if child.is_dead]
-        if dead:
-            # A killed rank makes its peers fail on a closed connection within the same tick: it is the news.
+        if any(child.is_dead for child in self._children):
+            # A killed rank makes its peers fail on a closed connection within the same tick: it is the news, also where
+            # it died after it was looked at and its peers before they were.
+            dead = [child for child in self._children if child.is_dead]
             raise DemoError(min(dead, key=lambda child: child.process.returncode).obituary())
 
     def tick(self) -> None:
@@ -176,9 +180,30 @@ def _die_with_parent(parent: int) -> None:
 
 
 def free_ports(count: int) -> list[int]:
-    """Distinct loopback ports that nobody listens on."""
+    """Distinct loopback ports that nobody listens on.
+
+    A server may bind its own many seconds later, so they are such as the kernel gives to nobody who asks for any one.
+    """
+    unassigned = _unassigned_ports()
+    untried = iter(random.sample(unassigned, min(len(unassigned), NUM_TRIES)))
+    found: list[int] = []
     with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind((LOOPBACK, 0))
-        return [each.getsockname()[1] for each in sockets]
+        while len(found) < count:
+            each, port = stack.enter_context(socket.socket()), next(untried, 0)
+            try:
+                each.bind((LOOPBACK, port))
+            except OSError:
+                if port:  # somebody listens there
+                    continue
+                raise
+            found.append(each.getsockname()[1])
+    return found
+
+
+def _unassigned_ports() -> range:
+    """Those between the well-known ones and the kernel's own; none where these are not known."""
+    try:
+        first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    except OSError:
+        return range(0)
+    return range(LEAST_PORT, first)

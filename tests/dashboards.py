@@ -23,8 +23,8 @@ VARIABLE = re.compile(r"\$(\w+)|\$\{(\w+)(?::\w+)?\}|\[\[(\w+)\]\]")
 LABEL_VALUES = re.compile(r"label_values\((?:(.*),\s*)?(\w+)\)", re.DOTALL)
 QUERY_RESULT = re.compile(r"query_result\((.*)\)", re.DOTALL)
 REGEX_SPECIAL = re.compile(r"[\\^$*+?.()|[\]{}]")
-RANGE_SECONDS, STEP_SECONDS, SCRAPE_SECONDS = 120, 2, 2
-"""A short range, as the tests' Prometheus has scraped for a minute or two only."""
+RANGE_SECONDS, STEP_SECONDS, SCRAPE_SECONDS = 1800, 2, 2
+"""All that the tests' Prometheus has scraped, however long ago: what leaks does so for a minute only."""
 BUILT_IN = {
     "__rate_interval": f"{max(STEP_SECONDS + SCRAPE_SECONDS, 4 * SCRAPE_SECONDS)}s",
     "__interval": f"{STEP_SECONDS}s",

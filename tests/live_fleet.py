@@ -66,16 +66,23 @@ class Fleet:
         sidecar: see ``sidecars.Process``.
         gpus: the writer of the GPU job's records.
         folder: where the real job looks for its fault.
+        began: when, by the monotonic clock.
     """
 
     server: backends.Server
     sidecar: sidecars.Process
     gpus: GpuJob
     folder: Path
+    began: float
 
     @property
     def url(self):
         return self.server.url
+
+    @property
+    def minutes(self):
+        """How far back it began."""
+        return round((time.monotonic() - self.began) / 60, 1)
 
     def wait_until_learned(self):
         """Waits until every rank has a baseline and a checkpoint was saved and loaded."""
@@ -186,7 +193,7 @@ def live_fleet(prometheus, folder):
         sidecar = stack.enter_context(pushing_sidecar(directory))
         server = stack.enter_context(judging(prometheus, folder, sidecar))
         stack.enter_context(training(directory, folder))
-        yield Fleet(server, sidecar, gpus, folder)
+        yield Fleet(server, sidecar, gpus, folder, time.monotonic())
 
 
 def spoil(directory):

@@ -138,7 +138,7 @@ class Receiver:
         self._ending.wait(reply.seconds)
         return reply
 
-    def wait_for(self, condition, seconds=20.0):
+    def wait_for(self, condition, seconds=60.0):
         """Waits until a condition on this receiver holds, checked at every request."""
         with self._changed:
             assert self._changed.wait_for(lambda: condition(self), seconds), "it did not arrive in time"
@@ -252,7 +252,7 @@ def grpc_receiver(credentials=None, port=0):
 RECEIVERS = {"http/protobuf": http_receiver, "grpc": grpc_receiver}
 
 
-def wait_until(condition, seconds=20.0):
+def wait_until(condition, seconds=60.0):
     """Polls until a condition holds."""
     deadline = time.monotonic() + seconds
     while not condition():

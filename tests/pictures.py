@@ -12,7 +12,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -111,14 +110,12 @@ def main():
         tempfile.TemporaryDirectory() as folder,
         live_fleet(backends.find_program("prometheus"), Path(folder)) as fleet,
     ):
-        began = time.monotonic()
         fleet.wait_until_learned()
         fleet.go_wrong()
         fleet.wait_until_told()
         backends.wait_until(lambda: fleet.server.value(FILLED) > SHOWN_FILLED, "the leak", LEAK_SECONDS, 1)
         for name in SHOWN:
-            minutes = round((time.monotonic() - began) / 60, 1)
-            draw(fleet.url, backends.find_program("chromium-headless-shell"), KEPT, name, minutes=minutes)
+            draw(fleet.url, backends.find_program("chromium-headless-shell"), KEPT, name, minutes=fleet.minutes)
             sys.stdout.write(f"{KEPT / name}.png\n")
 
 

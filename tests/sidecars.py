@@ -117,16 +117,17 @@ class Process:
         return status, time.monotonic() - start
 
 
-def command(*arguments):
-    """The command line of a sidecar."""
-    return [sys.executable, "-m", "torchmem_exporter", *arguments]
+def command(*arguments, program=None):
+    """The command line of a sidecar; a program of its own is Python's text."""
+    how = ["-m", "torchmem_exporter"] if program is None else ["-c", program]
+    return [sys.executable, *how, *arguments]
 
 
 @contextlib.contextmanager
-def running(directory, *arguments, listen="127.0.0.1:0"):
-    """A sidecar in a process of its own, on a free port; ended by its pid whatever happens."""
+def running(directory, *arguments, listen="127.0.0.1:0", program=None):
+    """A sidecar in a process of its own, on a free port; ended by its pid whatever happens; see ``command``."""
     read_end, write_end = os.pipe()
-    line = command("--dir", str(directory), "--listen", listen, *arguments)
+    line = command("--dir", str(directory), "--listen", listen, *arguments, program=program)
     process = subprocess.Popen(line, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=write_end)
     os.close(write_end)
     try:

@@ -24,6 +24,8 @@ NEEDED += ("srun", "sbatch", "scancel", "scontrol", "squeue", "sinfo")
 NUM_CPUS = 2
 COMMAND_SECONDS = 30.0
 JOB_SECONDS = 200.0
+MAX_FIRST_JOB = 10_000_000
+"""What jobs name after their number, as in /dev/shm, would meet that of other Slurms if all of them began with 1."""
 
 
 @dataclass
@@ -118,6 +120,7 @@ def configuration(folder, node, settings):
         "SlurmdParameters": "config_overrides",
         "CommunicationParameters": "NoInAddrAny,NoCtldInAddrAny",
         "KillWait": "20",
+        "FirstJobId": 1 + secrets.randbelow(MAX_FIRST_JOB),
     }
     lines = [f"{name}={value}" for name, value in {**own, **settings}.items()]
     lines.append(f"NodeName={node} NodeAddr=127.0.0.1 CPUs={NUM_CPUS} RealMemory=1000 State=UNKNOWN")
@@ -180,5 +183,8 @@ def _end_jobs(found):
 
 def targets(directory):
     """What the files of a service discovery list: (address, sorted labels)."""
-    groups = [group for path in sorted(directory.glob("*.json")) for group in json.loads(path.read_text())]
+    groups = []
+    for path in sorted(directory.glob("*.json")):
+        with contextlib.suppress(FileNotFoundError):  # unlisted since
+            groups += json.loads(path.read_text())
     return [(target, group["labels"]) for group in groups for target in group["targets"]]

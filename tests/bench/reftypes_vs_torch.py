@@ -42,7 +42,7 @@ def main() -> None:
     console = Console()
     with tempfile.TemporaryDirectory() as directory:
         for world_size in world_sizes:
-            for (variant, size), compared in run_alone(compare, world_size, directory, timeout=300.0).items():
+            for (variant, size), compared in run_alone(compare, world_size, directory).items():
                 console.print(table(f"{variant}, {size}, {world_size} ranks", compared))
 
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     Explanation = Callable[[Case, Compared], "Difference"]
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 
 CASES = {(case.variant.name, case.size): case for world_size in (2, 4) for case in cases(world_size)}
 MESH_BYTES = 64
@@ -36,11 +36,7 @@ FP32 = 4
 def compared(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Compared]:
     """Every job seen by both."""
     directory = str(tmp_path_factory.mktemp("records"))
-    return {
-        key: value
-        for world_size in (2, 4)
-        for key, value in run_alone(compare, world_size, directory, timeout=140.0).items()
-    }
+    return {key: value for world_size in (2, 4) for key, value in run_alone(compare, world_size, directory).items()}
 
 
 class Difference(NamedTuple):

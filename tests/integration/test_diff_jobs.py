@@ -11,7 +11,7 @@ import pytest
 
 from torchmem import cli
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 
 PROGRAM = """\
 import os

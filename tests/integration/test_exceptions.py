@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 
 ALONE = (
     "zoo/transformer-shared/plain",
@@ -169,7 +169,7 @@ def _run(workload: Workload, where: str) -> After:
 @pytest.fixture(scope="module")
 def after() -> dict[tuple[str, str], After]:
     """By row and place."""
-    return run_alone(disturb, 2, ALONE, timeout=200.0) | run_ranks(disturb, 1, TOGETHER, timeout=100.0)[0]
+    return run_alone(disturb, 2, ALONE) | run_ranks(disturb, 1, TOGETHER)[0]
 
 
 @pytest.mark.parametrize(("name", "where"), CASES)

@@ -27,7 +27,7 @@ from jobs import forecast_models
 from jobs.ranks import run_alone
 from torchmem.forecasting.outcome import load
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 
 TESTS = Path(__file__).resolve().parents[1]
 WORLD_SIZE = 2

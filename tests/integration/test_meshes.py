@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import gc
-
 import pytest
 
 from jobs.meshes import MESHES, MeshJob, mesh_job
 from jobs.ranks import run_alone, run_ranks
 from jobs.watched import MESH_BYTES, Watched, watch
 from torchmem.validation import witness as truth
+from torchmem.validation.truth import CpuTruth
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 
 NUM_STEPS = 3
 NAMES = [mesh.name for mesh in MESHES]
@@ -26,7 +25,7 @@ def watch_all(_rank: int, world_size: int, directory: str) -> dict[str, Watched]
 
 
 def _watch(name: str, directory: str) -> Watched:
-    gc.collect()
+    CpuTruth().clean()
     foreign_bytes = truth.current()
     job: MeshJob = mesh_job(next(mesh for mesh in MESHES if mesh.name == name))
     return watch(job, directory=directory, num_steps=NUM_STEPS, foreign_bytes=foreign_bytes)
@@ -36,14 +35,14 @@ def _watch(name: str, directory: str) -> Watched:
 def watched(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Watched]]:
     """Every job's figures, by rank."""
     directory = str(tmp_path_factory.mktemp("records"))
-    ranks = [run_ranks(watch_all, world_size, directory, timeout=120.0) for world_size in (2, 4)]
+    ranks = [run_ranks(watch_all, world_size, directory) for world_size in (2, 4)]
     return {name: [rank[name] for rank in by_rank] for by_rank in ranks for name in by_rank[0]}
 
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Watched]:
     """The same where no communication thread decides when a buffer is let go, so that every run peaks alike."""
-    return run_alone(watch_all, 4, str(tmp_path_factory.mktemp("records")), timeout=120.0)
+    return run_alone(watch_all, 4, str(tmp_path_factory.mktemp("records")))
 
 
 @pytest.mark.parametrize("name", NAMES)

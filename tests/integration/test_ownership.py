@@ -15,7 +15,7 @@ from jobs.ranks import run_ranks
 from torchmem.validation.rows import ROWS, Machine
 from torchmem.validation.workloads import Place
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.slow
 
 NUM_RANKS = 2
 MACHINE = Machine("cpu", NUM_RANKS)
@@ -53,7 +53,7 @@ def _observe(workload) -> Count:
 @pytest.fixture(scope="module")
 def counts(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Count]]:
     """By rank and row."""
-    return run_ranks(observe_all, NUM_RANKS, str(tmp_path_factory.mktemp("rows")), timeout=500.0)
+    return run_ranks(observe_all, NUM_RANKS, str(tmp_path_factory.mktemp("rows")))
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -19,13 +19,14 @@ from jobs.parallel import DDP_VARIANTS, FSDP1_VARIANTS, SMALL, Ddp, Fsdp1, ddp_j
 from jobs.ranks import run_alone, run_ranks
 from jobs.watched import Watched, watch
 from torchmem.validation import witness as truth
+from torchmem.validation.truth import CpuTruth
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from jobs.model import Job
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 
 NUM_STEPS = 3
 BEFORE = (0, 2)
@@ -45,7 +46,7 @@ def watch_all(_rank: int, _world_size: int, directory: str, prefix: str = "") ->
 
 
 def _watch(make: Callable[[], Job], num_steps_before: int, directory: str) -> Watched:
-    gc.collect()
+    CpuTruth().clean()
     foreign_bytes = truth.current()
     job = make()
     for _ in range(num_steps_before):
@@ -56,13 +57,13 @@ def _watch(make: Callable[[], Job], num_steps_before: int, directory: str) -> Wa
 @pytest.fixture(scope="module")
 def watched(tmp_path_factory: pytest.TempPathFactory) -> list[dict[tuple[str, int], Watched]]:
     """Every job's figures, by rank."""
-    return run_ranks(watch_all, 2, str(tmp_path_factory.mktemp("records")), timeout=200.0)
+    return run_ranks(watch_all, 2, str(tmp_path_factory.mktemp("records")))
 
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], Watched]:
     """FSDP1 where no communication thread decides when a buffer is let go, so that every run peaks alike."""
-    return run_alone(watch_all, 2, str(tmp_path_factory.mktemp("records")), "fsdp1_", timeout=200.0)
+    return run_alone(watch_all, 2, str(tmp_path_factory.mktemp("records")), "fsdp1_")
 
 
 def variant_of(name: str) -> Ddp | Fsdp1:
@@ -181,7 +182,7 @@ def look_at_buckets_in_a_hook(_rank: int, _world_size: int) -> list[int]:
 
 def test_buckets_can_be_looked_at_during_a_hook_in_python():
     """A backward in one thread and a forward in another would wait for each other for ever: the GIL, DDP's lock."""
-    for found in run_ranks(look_at_buckets_in_a_hook, 2, timeout=60.0):
+    for found in run_ranks(look_at_buckets_in_a_hook, 2):
         assert found
         assert len(set(found)) == 1
 

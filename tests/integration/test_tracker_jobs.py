@@ -25,6 +25,7 @@ from jobs.torch_tracker import tracked
 from torchmem.engine import native
 from torchmem.labelers.module_stats import KEPT_SNAPSHOTS, ModuleState
 from torchmem.validation import witness
+from torchmem.validation.truth import CpuTruth
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -131,7 +132,7 @@ def run_kinds(_rank: int, _world_size: int, *kinds: str) -> dict[str, Any]:
     witness.install()
     found = {}
     for kind in kinds:
-        gc.collect()
+        CpuTruth().clean()
         foreign_bytes = witness.current()
         found[kind] = stepped(make(kind))
         found[kind]["true_peak"] -= foreign_bytes

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from typing import TYPE_CHECKING
 
 import pytest
@@ -12,13 +11,13 @@ from jobs.model import Size, plain_job, recurrent_job
 from jobs.ranks import run_alone, run_ranks
 from jobs.watched import MESH_BYTES, Watched, watch
 from torchmem.validation import witness
+from torchmem.validation.truth import CpuTruth
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from jobs.model import Job
 
-pytestmark = pytest.mark.timeout(300)
 
 SIZE = Size(num_layers=3)
 NUM_STEPS = 4
@@ -48,7 +47,7 @@ def watch_fsdp2(_rank: int, world_size: int, directory: str, names: list[str]) -
 
 
 def _watch_variant(variant: Variant, directory: str) -> Watched:
-    gc.collect()
+    CpuTruth().clean()
     foreign_bytes = witness.current()
     job = fsdp2_job(variant, SIZE)
     return watch(
@@ -71,7 +70,7 @@ def watch_plain(_rank: int, _world_size: int, directory: str) -> dict[str, Watch
 
 
 def _watch_plain(make: Callable[[], Job], num_steps_before: int, directory: str) -> Watched:
-    gc.collect()
+    CpuTruth().clean()
     foreign_bytes = witness.current()
     job = make()
     for _ in range(num_steps_before):
@@ -97,7 +96,7 @@ class Results:
             return {name: [watched] for name, watched in run_alone(watch_plain, 1, self._directory).items()}
         found: dict[str, list[Watched]] = {}
         for world_size in {variant.world_size for variant in VARIANTS if variant.name in group}:
-            by_rank = run_ranks(watch_fsdp2, world_size, self._directory, group, timeout=140.0)
+            by_rank = run_ranks(watch_fsdp2, world_size, self._directory, group)
             found |= {name: [rank[name] for rank in by_rank] for name in by_rank[0]}
         return found
 

@@ -8,10 +8,8 @@ that the saved state holds.
 from __future__ import annotations
 
 import contextlib
-import gc
 import struct
 import threading
-import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -44,6 +42,7 @@ from jobs.checkpoint_flows import (
 from torchmem.engine import native
 from torchmem.model import Operation, RefType
 from torchmem.validation import witness as truth
+from torchmem.validation.truth import CpuTruth
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -212,13 +211,8 @@ def _seen_bytes(sizes: dict[int, int]) -> int:
 
 
 def settle() -> None:
-    """Waits until cycles, and the communication library's threads, have let go of what they kept."""
-    gc.collect()
-    deadline = time.monotonic() + 1.0
-    before = -1
-    while (now := truth.num_events()) != before and time.monotonic() < deadline:
-        before = now
-        time.sleep(0.003)
+    """Waits until cycles, and the threads that communicate or save, have let go of what they kept."""
+    CpuTruth().clean()
 
 
 def _in_books(record: wire.Record) -> dict[str, int]:

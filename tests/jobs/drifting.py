@@ -27,6 +27,8 @@ LENGTH, LONGER = 32, 48
 SECONDS_BETWEEN_STEPS = 0.02
 EVERY = 4
 """Steps from one thing that is kept by mistake to the next."""
+ADAPTER_EVERY, ADAPTER_WIDTH = 4 * EVERY, 4 * WIDTH
+"""Few and large: what an optimizer's step costs torchmem grows with its groups, until that is an alert of its own."""
 EVAL_EVERY, CHECKPOINT_EVERY = 40, 60
 
 
@@ -123,16 +125,20 @@ class OptimizerGrows(Job):
 
     def prepare(self) -> None:
         adapters = self.model.head.adapters = nn.ParameterList([_adapter()])
-        self.model.head.register_forward_pre_hook(lambda _, inputs: inputs[0] + inputs[0] @ adapters[-1])
+
+        def adapt(_module: nn.Module, inputs: Any) -> Tensor:
+            return inputs[0] + (inputs[0] @ adapters[-1]).unflatten(-1, (-1, WIDTH)).sum(-2)
+
+        self.model.head.register_forward_pre_hook(adapt)
 
     def after_step(self, number: int) -> None:
-        if self.is_broken and number % EVERY == 0:
+        if self.is_broken and number % ADAPTER_EVERY == 0:
             self.model.head.adapters.append(_adapter())
             self.optimizer.add_param_group({"params": [self.model.head.adapters[-1]]})
 
 
 def _adapter() -> nn.Parameter:
-    return nn.Parameter(torch.zeros(WIDTH, WIDTH))
+    return nn.Parameter(torch.zeros(WIDTH, ADAPTER_WIDTH))
 
 
 class UnshardedGradients(Job):

@@ -64,7 +64,7 @@ class _Rank(NamedTuple):
     results: Connection
 
 
-def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 100.0) -> list[Any]:
+def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 500.0) -> list[Any]:
     """Calls ``function(rank, world_size, *args)`` in ``world_size`` processes of one gloo job.
 
     Args:
@@ -83,7 +83,7 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout
         return _run(_Plan(function, world_size, args, timeout, str(Path(folder) / "store")), world_size)
 
 
-def run_alone(function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 100.0) -> Any:
+def run_alone(function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 500.0) -> Any:
     """Calls ``function(0, world_size, *args)`` in one process that believes the other ranks exist.
 
     Its collectives allocate as real ones do but move nothing, so results are meaningless and memory is the same in

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from typing import TYPE_CHECKING, NamedTuple
 
 import torchmem
@@ -73,7 +72,7 @@ def watch(
         true.append(_True(witness.peak() - foreign_bytes, witness.current() - foreign_bytes, sums_of_storages(job)))
         witness.reset_peak()
 
-    gc.collect()
+    CpuTruth().clean()
     with torchmem.install(job.model, job.optimizer if optimizer_passed else None, dir=directory) as monitor:
         witness.reset_peak()
         handle = job.optimizer.register_step_post_hook(note)

@@ -63,9 +63,12 @@
     }
   }
 
+  // The address says it from the click on, what is shown only once the sidecar has answered.
+  const isPaused = () => new URLSearchParams(location.search).get("live") === "off";
+
   async function follow() {
     const seconds = Number(document.body.dataset.seconds);
-    if (seconds && !document.hidden) await look();
+    if (seconds && !document.hidden && !isPaused()) await look();
     setTimeout(follow, 1000 * (seconds || 1));
   }
 

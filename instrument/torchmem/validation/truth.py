@@ -10,8 +10,11 @@ count and the books can be read at one moment.
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import threading
 import time
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -19,7 +22,9 @@ import torch
 from torchmem.validation import witness
 
 _QUIET_SECONDS = 0.003
-_SETTLE_SECONDS = 1.0
+_SETTLE_SECONDS = 5.0
+_BUSY = {"R", "D"}
+"""States of a thread, in Linux's letters: it runs or waits for a processor, or for a disk."""
 
 
 class Truth(Protocol):
@@ -50,10 +55,13 @@ class CpuTruth:
 
     @staticmethod
     def settle() -> None:
-        """Waits until no block comes or goes for a few milliseconds; at most a second."""
+        """Waits until all other threads sleep and no block has come or gone for a moment; at most a few seconds.
+
+        Quiet alone is not enough: on a busy host the thread that holds the last buffer may wait longer for a processor.
+        """
         deadline = time.monotonic() + _SETTLE_SECONDS
         before = -1
-        while (now := witness.num_events()) != before and time.monotonic() < deadline:
+        while ((now := witness.num_events()) != before or _others_are_busy()) and time.monotonic() < deadline:
             before = now
             time.sleep(_QUIET_SECONDS)
 
@@ -61,6 +69,16 @@ class CpuTruth:
         """Collects reference cycles."""
         gc.collect()
         self.settle()
+
+
+def _others_are_busy() -> bool:
+    """Whether another thread of this process has something to do."""
+    own = str(threading.get_native_id())
+    for task in Path("/proc/self/task").glob("*"):
+        with contextlib.suppress(OSError):  # it has just ended
+            if task.name != own and (task / "stat").read_text().rpartition(")")[2].split()[0] in _BUSY:
+                return True
+    return False
 
 
 class CudaTruth:

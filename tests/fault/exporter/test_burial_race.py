@@ -36,7 +36,7 @@ def test_both_who_notice_a_death_may_move_the_record(tmp_path, monkeypatch, capl
             store = RankStore(tmp_path, "llama-pretrain", 0)
             for _ in range(3):
                 store.write(encode(record))
-            deadline = time.monotonic() + 10
+            deadline = time.monotonic() + 60
             while not store.path.exists():  # taken for the dead one's, and about to be put back
                 assert time.monotonic() < deadline
             store.close()

@@ -21,16 +21,18 @@ pytestmark = pytest.mark.slow
 
 DEADLINE_SECONDS = 60.0
 PROGRAM = """
-import multiprocessing, sys
+import multiprocessing, sys, time
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 import torchmem
 
 class Rows(Dataset):
     def __len__(self):
         return 1_000_000
     def __getitem__(self, index):
+        if get_worker_info() and index >= 8:  # both workers are busy from here on: idle ones would notice a death
+            time.sleep(600)
         return torch.zeros(8)
 
 class Layer(nn.Module):

@@ -46,6 +46,11 @@ def ask(server, path):
     return json.loads(backends.get(f"{server.url}/api/v1/{path}"))["data"]
 
 
+def healths(server):
+    """What Prometheus says of its rules."""
+    return {rule["health"] for group in ask(server, "rules")["groups"] for rule in group["rules"]}
+
+
 def test_the_stack_works_together(services, prometheus, alertmanager, tmp_path):
     """`docker compose up` would give servers that do not find each other, or know no rules."""
     told, asked = backends.free_address(), backends.free_address()
@@ -72,6 +77,7 @@ def test_the_stack_works_together(services, prometheus, alertmanager, tmp_path):
             backends.wait_until(lambda: server.value("torchmem_rank_up") == 1, "the first scrape")
             backends.wait_until(lambda: server.value("device:torchmem_memory_filled_ratio:max"), "the first rule")
             backends.wait_until(lambda: ask(server, "alertmanagers")["activeAlertmanagers"], "the way to Alertmanager")
+            backends.wait_until(lambda: "unknown" not in healths(server), "the first evaluation of every rule")
+            assert healths(server) == {"ok"}
             groups = {group["name"] for group in ask(server, "rules")["groups"]}
             assert groups == {"torchmem.rules", "torchmem.alerts"}
-            assert all(rule["health"] == "ok" for group in ask(server, "rules")["groups"] for rule in group["rules"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -87,8 +88,9 @@ def answers(url):
 def process_of(image, user):
     """Where /proc tells of the container's process."""
     for folder in Path("/proc").glob("[0-9]*"):
-        if folder.stat().st_uid == user and "torchmem-exporter" in (folder / "cmdline").read_text():
-            return folder
+        with contextlib.suppress(OSError):  # of others, which end meanwhile
+            if folder.stat().st_uid == user and "torchmem-exporter" in (folder / "cmdline").read_text():
+                return folder
     raise AssertionError("no such process")
 
 

@@ -62,9 +62,10 @@ def test_what_a_sidecar_pushes_arrives(rotel, victoria_metrics, tmp_path, monkey
             names = {name for name, _ in sidecars.series(sidecar.ask().body.decode())}
             ours = {name for name in names if name.startswith("torchmem_module_memory")}
             assert ours
+            ours.add("torchmem_rank_up")
 
             def arrived():
-                found = store.query('{__name__=~"torchmem_module_memory.+"}')
+                found = store.query('{__name__=~"torchmem_module_memory.+|torchmem_rank_up"}')
                 return {(name, dict(labels).get("rank")) for name, labels in found} >= {
                     (name, rank) for name in ours for rank in ("0", "1")
                 }

@@ -6,12 +6,14 @@ memory, a read-only file system, no capabilities, no new privileges) is put on b
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -134,6 +136,30 @@ def test_the_restrictions_are_real(settings, tmp_path, attempt, error):
     assert error in done.stderr
 
 
+@contextlib.contextmanager
+def manager(path):
+    """A service manager's socket that is listened to all the time, since a full one loses what comes; yields what came.
+
+    At the end it waits for the service to say that it ends.
+    """
+    came = []
+
+    def listen():
+        with contextlib.suppress(TimeoutError):
+            while not came or came[-1] != b"STOPPING=1":
+                came.append(end.recv(64))
+
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as end:
+        end.bind(str(path))
+        end.settimeout(30)
+        listening = threading.Thread(target=listen)
+        listening.start()
+        try:
+            yield came
+        finally:
+            listening.join()
+
+
 @pytest.mark.slow
 def test_runs_and_pushes_under_the_units_restrictions(settings, tmp_path, rotel, victoria_metrics):
     """The unit would not start, die at its first push, or be killed by the watchdog."""
@@ -143,13 +169,11 @@ def test_runs_and_pushes_under_the_units_restrictions(settings, tmp_path, rotel,
     assert address in flags
     records = tmp_path / "records"
     with (
-        socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager,
         living(records, make_record(train_job="a", written_at=time.time())),
         run_victoria_metrics(victoria_metrics, tmp_path) as storage,
         run_rotel(rotel, tmp_path, storage.otlp_url) as agent,
+        manager(tmp_path / "notify") as told,
     ):
-        manager.bind(str(tmp_path / "notify"))
-        manager.settimeout(30)
         environment = {
             **os.environ,
             "NOTIFY_SOCKET": str(tmp_path / "notify"),
@@ -161,16 +185,14 @@ def test_runs_and_pushes_under_the_units_restrictions(settings, tmp_path, rotel,
         }
         line = restricted(settings, [EXPORTER, *flags], tmp_path)
         with running(line, tmp_path / "exporter.log", environment) as process:
-            assert {manager.recv(64) for _ in range(2)} == {b"READY=1", b"WATCHDOG=1"}
-            assert manager.recv(64) == b"WATCHDOG=1"
+            wait_until(lambda: len(told) >= 3, "a sign of life")
             assert states(get(f"http://{address}/metrics").decode()) == {"0": "running"}
             status = Path(f"/proc/{process.pid}/status").read_text()
             assert re.search(r"^Seccomp:\t2$", status, re.MULTILINE)
             assert re.search(r"^NoNewPrivs:\t1$", status, re.MULTILINE)
             wait_until(lambda: storage.value('torchmem_rank_up{train_job="a"}') == 1, "the push")
-        while (state := manager.recv(64)) == b"WATCHDOG=1":
-            pass
-        assert state == b"STOPPING=1"
         assert process.returncode == 0
+    assert set(told[:2]) == {b"READY=1", b"WATCHDOG=1"}
+    assert told[2:] == [b"WATCHDOG=1"] * (len(told) - 3) + [b"STOPPING=1"]
     assert (records / ".exporter-state").exists()
     deploys.passed("its restrictions put on", *deploys.files("its restrictions put on"))

@@ -177,7 +177,7 @@ def test_a_client_that_does_not_read_is_cut_off():
 
 def test_a_new_client_takes_the_place_of_the_idlest():
     """Idle clients could keep a scraper out."""
-    with hosted(num_connections=2) as server, server.connect() as silent:
+    with hosted(num_connections=2, header_seconds=60) as server, server.connect() as silent:
         wait_for(lambda: server.counts.num_connections == 1)
         with server.connect(GET) as first:
             read_until(first, b"ok\n")

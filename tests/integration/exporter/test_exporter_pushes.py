@@ -43,7 +43,7 @@ def test_what_is_pushed_is_what_is_served(tmp_path, pushing_to, protocol):
     """A dashboard would show other figures by OpenTelemetry than by Prometheus."""
     records = [make_record(i, 40, written_at=time.time()) for i in range(3)]
     with living(tmp_path, *records), RECEIVERS[protocol]() as receiver:
-        pushing_to(receiver, protocol)
+        pushing_to(receiver, protocol, interval_ms=2000)  # which bounds each push too: none may fail
         with running(tmp_path, "--level", "full") as sidecar:
             receiver.wait_for(lambda one: len(one.bodies) >= 2)
             served = of_ranks(series(sidecar.ask().text))

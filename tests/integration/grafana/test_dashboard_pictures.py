@@ -12,14 +12,13 @@ import pytest
 
 import pictures
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.slow
 
 WIDTH, LEAST_HEIGHT = 1400, 1000
 MOST_BYTES = 200_000
 """They are kept in the repository."""
 LEAST_INK, LEAST_PANELS = 0.01, 10
 """Of a panel with a table of one row it is a twentieth, the rest being background; of one that is blank, nothing."""
-MINUTES = 2
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -35,7 +34,7 @@ def built():
 @pytest.mark.parametrize("name", pictures.SHOWN)
 def test_every_panel_is_drawn(name, fleet, chromium, tmp_path):
     """Somebody would open a dashboard and read "No data", an error, or nothing at all."""
-    panels = pictures.draw(fleet.url, chromium, tmp_path, name, minutes=MINUTES)
+    panels = pictures.draw(fleet.url, chromium, tmp_path, name, minutes=fleet.minutes)
     assert [panel for panel in panels if panel.state != "data"] == []
     assert [panel for panel in panels if panel.ink < LEAST_INK] == []
     assert len(panels) > LEAST_PANELS

@@ -17,7 +17,7 @@ import dashboards
 from dashboards import FLEET, ITSELF, JOB, RANK, UIDS, load, num_series, panels, resolved, substituted
 from live_fleet import GPU_JOB, JOBS, REAL_JOB
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.slow
 
 ACCELERATORS_ONLY = {
     (JOB, "Fragmentation"),

@@ -154,9 +154,9 @@ def test_unknown_users_take_as_long_as_known_ones(make_guard, tmp_path):
     seconds = {"alice": [], "mallory": []}
     for i in range(15):
         for user, taken in seconds.items():
-            began = time.perf_counter()
+            began = time.process_time()  # of this process's own: others use the machine too
             assert allowed(guard, basic(user, f"wrong{i}")) == [False]
-            taken.append(time.perf_counter() - began)
+            taken.append(time.process_time() - began)
     known, unknown = (statistics.median(taken) for taken in seconds.values())
     assert guard.counts.num_password_checks == 30
     assert 0.5 < unknown / known < 2

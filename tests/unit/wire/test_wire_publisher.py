@@ -79,8 +79,8 @@ def test_writes_at_intervals(store, publish):
 
 def test_waits_between_records(publish):
     """The writer would keep a core busy."""
-    publisher = publish(kind, 0.2)
     started = time.monotonic()
+    publisher = publish(kind, 0.2)
     wait_for(lambda: publisher.num_written >= 3)
     assert time.monotonic() - started >= 0.35
 
@@ -152,11 +152,18 @@ def test_full_disk_is_counted_and_survived(store, publish, monkeypatch):
             return write(fd, data)
         raise OSError(errno.ENOSPC, "No space left on device")
 
+    left = []
+
+    def build(final):
+        # On the writer's own thread: elsewhere one may see the file that is just being written.
+        left.append([path.name for path in store.path.parent.iterdir()])
+        return kind(final)
+
     monkeypatch.setattr(os, "write", full)
-    publisher = publish(kind)
+    publisher = publish(build)
     wait_for(lambda: publisher.num_failed >= 3)
     assert "No space left on device" in publisher.last_error
-    assert [path.name for path in store.path.parent.iterdir()] == ["rank-0.lock"]
+    assert left[:3] == [["rank-0.lock"]] * 3
     monkeypatch.undo()
     wait_for(lambda: publisher.num_written >= 1)
     assert text(store) == b"running"
