@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import subprocess
 
 import hypothesis
@@ -12,6 +13,8 @@ import deploys
 from backends import find_tool, missing
 from manifests import has_operator_schemas
 
+# Before torch is imported, here or in a child: threads that share a few busy cores mostly wait for each other.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 hypothesis.settings.register_profile("busy machine", deadline=None)  # a slow example says nothing on shared cores
 hypothesis.settings.load_profile("busy machine")
 
