@@ -57,6 +57,8 @@ JOBS: dict[str, Callable[[], Job]] = {
 }
 TRACKED = ("fsdp2", "checkpointing")
 """Jobs that FSDPMemTracker can watch: it knows FSDP2 only, and runs compiled blocks uncompiled ever after."""
+NOT_ALONE = ("ddp",)
+"""DDP's reducer asserts on collectives that move nothing."""
 TRACKER_EVERY = 4
 """FSDPMemTracker's ratio is far from 1, so a quarter of the pairs show it well enough."""
 NUM_ACCOUNT_STEPS = 30
@@ -183,6 +185,8 @@ def main() -> None:
     parser.add_argument("--short", action="store_true", help="ten short pairs: shows that it runs, measures little")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     options = parser.parse_args()
+    if options.alone and options.job in NOT_ALONE:
+        parser.error(f"--alone: torch cannot run {options.job} on collectives that move nothing")
     num_pairs, block_seconds = (10, 0.2) if options.short else (options.pairs, options.block_seconds)
     # Four blocks a round at most, one of them by a tracker that is several times slower, and time to start.
     timeout = 240 + num_pairs * (block_seconds + 1) * 8
