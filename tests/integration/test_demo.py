@@ -78,7 +78,7 @@ class RunningDemo:
             pid
             for pid, command in self.processes().items()
             if all(word in command for word in words)
-            and (not variable or variable.encode() in read_quietly(f"/proc/{pid}/environ").split(b"\0"))
+            and (not variable or variable.encode() in read_quietly(Path(f"/proc/{pid}/environ")).split(b"\0"))
         ]
         return pid
 
@@ -243,7 +243,7 @@ def test_ends_cleanly_on_the_terminals_own_ctrl_c():
 def read_quietly(path):
     """The bytes of a file that may be gone or private."""
     try:
-        return Path(path).read_bytes()
+        return path.read_bytes()
     except OSError:
         return b""
 

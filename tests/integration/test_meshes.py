@@ -6,9 +6,8 @@ import pytest
 
 from jobs.meshes import MESHES, MeshJob, mesh_job
 from jobs.ranks import run_alone, run_ranks
-from jobs.watched import MESH_BYTES, Watched, watch
+from jobs.watched import MESH_BYTES, Watched, count_foreign, watch
 from torchmem.validation import witness as truth
-from torchmem.validation.truth import CpuTruth
 
 pytestmark = pytest.mark.slow
 
@@ -25,8 +24,7 @@ def watch_all(_rank: int, world_size: int, directory: str) -> dict[str, Watched]
 
 
 def _watch(name: str, directory: str) -> Watched:
-    CpuTruth().clean()
-    foreign_bytes = truth.current()
+    foreign_bytes = count_foreign()
     job: MeshJob = mesh_job(next(mesh for mesh in MESHES if mesh.name == name))
     return watch(job, directory=directory, num_steps=NUM_STEPS, foreign_bytes=foreign_bytes)
 

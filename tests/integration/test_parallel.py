@@ -17,9 +17,8 @@ import torchmem
 from jobs.model import Transformer
 from jobs.parallel import DDP_VARIANTS, FSDP1_VARIANTS, SMALL, Ddp, Fsdp1, ddp_job, fsdp1_job
 from jobs.ranks import run_alone, run_ranks
-from jobs.watched import Watched, watch
+from jobs.watched import Watched, count_foreign, watch
 from torchmem.validation import witness as truth
-from torchmem.validation.truth import CpuTruth
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -46,8 +45,7 @@ def watch_all(_rank: int, _world_size: int, directory: str, prefix: str = "") ->
 
 
 def _watch(make: Callable[[], Job], num_steps_before: int, directory: str) -> Watched:
-    CpuTruth().clean()
-    foreign_bytes = truth.current()
+    foreign_bytes = count_foreign()
     job = make()
     for _ in range(num_steps_before):
         job.step()

@@ -22,10 +22,10 @@ from jobs.model import Block, Job, Size, Transformer
 from jobs.parallel import Ddp, Fsdp1, ddp_job, fsdp1_job
 from jobs.ranks import run_alone, run_ranks
 from jobs.torch_tracker import tracked
+from jobs.watched import count_foreign
 from torchmem.engine import native
 from torchmem.labelers.module_stats import KEPT_SNAPSHOTS, ModuleState
 from torchmem.validation import witness
-from torchmem.validation.truth import CpuTruth
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -132,8 +132,7 @@ def run_kinds(_rank: int, _world_size: int, *kinds: str) -> dict[str, Any]:
     witness.install()
     found = {}
     for kind in kinds:
-        CpuTruth().clean()
-        foreign_bytes = witness.current()
+        foreign_bytes = count_foreign()
         found[kind] = stepped(make(kind))
         found[kind]["true_peak"] -= foreign_bytes
         gc.collect()

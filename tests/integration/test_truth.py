@@ -9,15 +9,13 @@ import pytest
 from jobs.fsdp2 import VARIANTS, Variant, fsdp2_job, variants
 from jobs.model import Size, plain_job, recurrent_job
 from jobs.ranks import run_alone, run_ranks
-from jobs.watched import MESH_BYTES, Watched, watch
+from jobs.watched import MESH_BYTES, Watched, count_foreign, watch
 from torchmem.validation import witness
-from torchmem.validation.truth import CpuTruth
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from jobs.model import Job
-
 
 SIZE = Size(num_layers=3)
 NUM_STEPS = 4
@@ -47,8 +45,7 @@ def watch_fsdp2(_rank: int, world_size: int, directory: str, names: list[str]) -
 
 
 def _watch_variant(variant: Variant, directory: str) -> Watched:
-    CpuTruth().clean()
-    foreign_bytes = witness.current()
+    foreign_bytes = count_foreign()
     job = fsdp2_job(variant, SIZE)
     return watch(
         job,
@@ -70,8 +67,7 @@ def watch_plain(_rank: int, _world_size: int, directory: str) -> dict[str, Watch
 
 
 def _watch_plain(make: Callable[[], Job], num_steps_before: int, directory: str) -> Watched:
-    CpuTruth().clean()
-    foreign_bytes = witness.current()
+    foreign_bytes = count_foreign()
     job = make()
     for _ in range(num_steps_before):
         job.step()

@@ -85,9 +85,9 @@ def test_figures_are_of_real_steps(quick):
         assert sum(row["peak"].values()) == row["peak_bytes"]
         assert abs(row["unattributed_share"]) < 0.001
         assert [len(rank["steps"]) for rank in row["ranks"]] == [4, 4]
-        # By what factor is up to whatever else the machine does: two short steps each say nothing of torchmem.
         timed = [(rank["bare_seconds"], rank["watched_seconds"]) for rank in row["ranks"]]
         assert all(len(seconds) == 2 and 0 < min(seconds) < row["seconds"] for both in timed for seconds in both)
+        assert 0.1 < row["slowdown"] < 10
         assert row["slowdown"] == pytest.approx(median(median(watched) / median(bare) for bare, watched in timed))
 
 

@@ -167,7 +167,7 @@ def run_flow(flow: Flow, folder: str, directory: str | None) -> Run:
             state = storage_sizes(job.optimizer.state)
             run.in_storages["optimizer_state"] = _seen_bytes(state)
             run.unseen_bytes = max(run.unseen_bytes, sum(state.values()) - _seen_bytes(state))
-            settle()
+            CpuTruth().clean()
             run.checkpoint_bytes.append(held_now()["checkpoint"])
             run.record = monitor.snapshot()
             run.in_books = _in_books(run.record)
@@ -175,7 +175,7 @@ def run_flow(flow: Flow, folder: str, directory: str | None) -> Run:
 
 
 def _save(flow: Flow, job: Job, folder: str, run: Run, *, is_watched: bool) -> Saved:
-    settle()
+    CpuTruth().clean()
     own = storage_sizes(job_state(job))
     engine = native.load()
     held_before, true_before = sum(held_now().values()) if is_watched else 0, truth.current()
@@ -183,7 +183,7 @@ def _save(flow: Flow, job: Job, folder: str, run: Run, *, is_watched: bool) -> S
     with as_typed(flow, job.model):
         saved = flow.save(job, folder)
     run.true_added_peak_bytes = truth.peak() - true_before
-    settle()
+    CpuTruth().clean()
     run.depths.append(engine.stack_depth())
     if is_watched:
         made = {address: size for address, size in storage_sizes(saved).items() if address not in own}
@@ -195,7 +195,7 @@ def _save(flow: Flow, job: Job, folder: str, run: Run, *, is_watched: bool) -> S
     kept = copied(saved)
     run.saved = tensor_copies(saved)
     del saved
-    settle()
+    CpuTruth().clean()
     if is_watched:
         run.checkpoint_bytes.append(held_now()["checkpoint"])
     return kept
@@ -208,11 +208,6 @@ def _sizes(state: dict[str, Any]) -> dict[str, int]:
 def _seen_bytes(sizes: dict[int, int]) -> int:
     """Of these storages, what lies in torchmem's books."""
     return sum(size for address, size in sizes.items() if native.load().lookup(address))
-
-
-def settle() -> None:
-    """Waits until cycles, and the threads that communicate or save, have let go of what they kept."""
-    CpuTruth().clean()
 
 
 def _in_books(record: wire.Record) -> dict[str, int]:
@@ -344,7 +339,7 @@ def fail_to_save(_rank: int, _world_size: int, base: str) -> tuple[list[str], li
             except BaseException as error:  # noqa: BLE001 - some are torch's own, derived from BaseException
                 errors.append(type(error).__name__)
             depths.append(native.load().stack_depth())
-        settle()
+        CpuTruth().clean()
         before = held_now()["checkpoint"]
         after = torch.ones(1000)
         num_bytes = held_now()["checkpoint"] - before

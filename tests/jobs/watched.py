@@ -45,6 +45,12 @@ class Watched(NamedTuple):
     """Labelers that failed, with their reasons."""
 
 
+def count_foreign() -> int:
+    """What the witness counts before a job is made, once all have let go of what is not theirs any more; bytes."""
+    CpuTruth().clean()
+    return witness.current()
+
+
 def watch(
     job: Job,
     *,
@@ -60,7 +66,7 @@ def watch(
         job: with or without steps behind it.
         directory: where records go.
         num_steps: how many steps to take.
-        foreign_bytes: what the witness counted before the job was made.
+        foreign_bytes: as ``count_foreign`` told before the job was made.
         optimizer_passed: whether torchmem is told of the optimizer.
         by_hand: what a step is, if not a training step; its end is then marked by hand.
     """

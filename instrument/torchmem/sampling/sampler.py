@@ -49,7 +49,6 @@ if TYPE_CHECKING:
 _FIRST = 2
 """The first step makes the optimizer's state, and is like no other."""
 
-
 logger = logging.getLogger("torchmem")
 
 

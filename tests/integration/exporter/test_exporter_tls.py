@@ -310,9 +310,10 @@ def test_stuck_handshakes_hold_up_nobody(folder, authority):
 
 def test_a_stuck_handshake_is_given_up(folder):
     """Clients that do not finish their handshakes would pile up until nobody gets in."""
-    with hosted(sources=sources(folder), handshake_seconds=0.2) as server, server.connect(b"\x16\x03\x01") as client:
-        assert read_all(client) == b""
-        wait_for(lambda: server.counts.num_handshakes_failed == 1)
+    with hosted(sources=sources(folder), handshake_seconds=0.2) as server, contextlib.ExitStack() as clients:
+        stuck = [clients.enter_context(server.connect(b"\x16\x03\x01")) for _ in range(20)]
+        assert [read_all(client) for client in stuck] == [b""] * 20
+        wait_for(lambda: server.counts.num_handshakes_failed == 20)
 
 
 def test_stuck_handshakes_make_room(folder, authority):

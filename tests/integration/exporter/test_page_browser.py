@@ -240,7 +240,7 @@ def test_without_scripts(browser, node):
 
 def test_from_before_the_first_record_to_after_the_end(browser, tmp_path):
     """Whoever looks before the job starts would see nothing of it, and after the end take the old for the present."""
-    with running(tmp_path) as sidecar, browsing(browser, bears="net::ERR_") as page:
+    with running(tmp_path) as sidecar, browsing(browser, bears="ERR_CONNECTION_REFUSED") as page:
         page.goto(f"http://127.0.0.1:{sidecar.port}/")
         assert str(tmp_path) in page.locator("#main").text_content()
         with living(tmp_path, fresh(5)):
