@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import signal
 import subprocess
 
 import hypothesis
@@ -15,6 +16,8 @@ from manifests import has_operator_schemas
 
 # Before torch is imported, here or in a child: threads that share a few busy cores mostly wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# A script that starts the tests in the background leaves SIGINT ignored, also in all that they start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 hypothesis.settings.register_profile("busy machine", deadline=None)  # a slow example says nothing on shared cores
 hypothesis.settings.load_profile("busy machine")
 
